@@ -1,0 +1,213 @@
+"""The variants in ladder order: name -> module, title, one-line change, constraints.
+
+Nothing here imports a kernel, torch or the DSL: `Variant.load()` does, when a variant is used. Which variant
+`cute_matmul.matmul` takes when none is named is, first that applies: the innermost `use(...)` block, the
+environment variable `CUTE_MATMUL_VARIANT`, `BUILTIN_DEFAULT`.
+
+Another package adds its own with an entry point in the group `cute_matmul.variants` that names a `Variant`::
+
+    [project.entry-points."cute_matmul.variants"]
+    mine = "my_package.entry:VARIANT"
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+ENTRY_POINT_GROUP = "cute_matmul.variants"
+ENVIRONMENT = "CUTE_MATMUL_VARIANT"
+BUILTIN_DEFAULT = "v2"
+
+MODULE_ATTRIBUTES = ("SPACE", "DEFAULT", "host")
+"""What a variant's module must define: its configurations, the one used untuned, its `@cute.jit` function."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One rung: where its kernel is, and what it changes against the rung below.
+
+    `change` is one line. `constraints` are sentences on what the kernel needs of its operands, beyond what
+    `matmul` checks for every variant.
+    """
+
+    name: str
+    module: str
+    title: str
+    change: str
+    constraints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("name", "module", "title", "change"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"{field} of a Variant must be a non-empty string, got {value!r}")
+        if any(c.isspace() or c == "," for c in self.name):
+            raise ValueError(f"name of a Variant must hold no space or comma, got {self.name!r}")
+        if isinstance(self.constraints, str):
+            raise ValueError(f"constraints of {self.name!r} must be a tuple of strings, got one string")
+
+    def load(self) -> ModuleType:
+        """The kernel's module, imported. Raises ImportError where it is missing or not a variant's module."""
+        module = import_module(self.module)
+        missing = [name for name in MODULE_ATTRIBUTES if not hasattr(module, name)]
+        if missing:
+            raise ImportError(
+                f"module {self.module!r} of variant {self.name!r} does not define {', '.join(missing)}; "
+                f"a variant's module defines {', '.join(MODULE_ATTRIBUTES)}"
+            )
+        return module
+
+
+_TMA = "K and N strides must be multiples of 16 bytes, base addresses 16-byte aligned (TMA)"
+_TYPES = "float16 or bfloat16 in and out, fp32 accumulation; A and B each in either major order"
+
+BUILTIN = (
+    Variant(
+        "v0",
+        "cute_matmul.variants.v0",
+        "TMA loads, mma.sync",
+        "TMA brings one A and one B tile per step to shared memory; ldmatrix and mma.sync multiply them",
+        (_TYPES, _TMA),
+    ),
+    Variant(
+        "v1",
+        "cute_matmul.variants.v1",
+        "WGMMA",
+        "one warp group issues WGMMA, which reads both operands from shared memory; no ldmatrix",
+        (_TYPES, _TMA),
+    ),
+    Variant(
+        "v2",
+        "cute_matmul.variants.v2",
+        "multi-stage pipeline",
+        "a ring of num_stages shared buffers with a barrier each, so that loads run ahead of the multiply",
+        (_TYPES, _TMA),
+    ),
+)
+
+_lock = threading.RLock()
+_variants: dict[str, Variant] = {variant.name: variant for variant in BUILTIN}
+_entry_points: str = "unread"  # then "reading", then "read"
+_active: ContextVar[str | None] = ContextVar("cute_matmul_variant", default=None)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all variants: the ladder bottom to top, then those of other packages, then those registered."""
+    return tuple(_all())
+
+
+def get(name: str) -> Variant:
+    """The variant of that name. Raises ValueError with the names there are."""
+    variant = _variants.get(name) or _all().get(name)
+    if variant is None:
+        raise ValueError(f"variant must be one of {', '.join(_all())}; got {name!r}")
+    return variant
+
+
+def register(variant: Variant, *, replace: bool = False) -> Variant:
+    """Add a variant at the end of the order; with `replace`, in the place of the one of the same name.
+
+    Raises TypeError for anything but a `Variant`, ValueError for a name that is taken.
+    """
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant must be a cute_matmul.Variant, got {type(variant).__name__}")
+    with _lock:
+        taken = _all().get(variant.name)
+        if taken is not None and not replace:
+            raise ValueError(
+                f"variant name {variant.name!r} is taken by {taken.module}; "
+                "pass replace=True to swap it, or choose another name"
+            )
+        _variants[variant.name] = variant
+    return variant
+
+
+def unregister(name: str) -> None:
+    """Take a variant out; a built-in one that was replaced comes back. Built-in ones themselves stay.
+
+    Raises ValueError for a name that is not there or is built in.
+    """
+    builtin = {variant.name: variant for variant in BUILTIN}
+    with _lock:
+        variant = get(name)
+        if name not in builtin:
+            del _variants[name]
+        elif variant is not builtin[name]:
+            _variants[name] = builtin[name]
+        else:
+            raise ValueError(f"variant {name!r} is built in and cannot be taken out")
+
+
+def default() -> str:
+    """Name of the variant that `matmul` takes when none is given (see the top of this module)."""
+    active = _active.get()
+    if active is not None:
+        return active
+    wanted = os.environ.get(ENVIRONMENT)
+    if not wanted:
+        return BUILTIN_DEFAULT
+    if wanted not in _variants and wanted not in _all():
+        raise ValueError(f"{ENVIRONMENT} must be one of {', '.join(_all())}; got {wanted!r}")
+    return wanted
+
+
+@contextmanager
+def use(name: str) -> Iterator[Variant]:
+    """`with use("v1"):` makes v1 the default inside the block, for this thread or asyncio task only.
+
+    Blocks nest. A thread started inside the block does not inherit it.
+    """
+    variant = get(name)
+    token = _active.set(name)
+    try:
+        yield variant
+    finally:
+        _active.reset(token)
+
+
+def _all() -> dict[str, Variant]:
+    """All variants; the first call reads the entry points."""
+    global _entry_points
+    if _entry_points != "read":
+        with _lock:
+            if _entry_points == "unread":  # "reading": one of the packages being loaded asks for the names
+                _entry_points = "reading"
+                _read_entry_points()
+                _entry_points = "read"
+    return _variants
+
+
+def _read_entry_points() -> None:
+    from importlib.metadata import entry_points
+
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda p: p.name):
+        where = f"entry point {point.name!r} = {point.value!r} in group {ENTRY_POINT_GROUP}"
+        try:
+            variant = point.load()
+        except Exception as error:  # another package's fault must not take this one's kernels away
+            warnings.warn(
+                f"{where} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
+            )
+            continue
+        if not isinstance(variant, Variant):
+            what = type(variant).__name__
+            warnings.warn(
+                f"{where} is left out: it names a {what}, not a Variant", RuntimeWarning, stacklevel=4
+            )
+        elif variant.name in _variants:
+            taken = _variants[variant.name].module
+            warnings.warn(
+                f"{where} is left out: the name {variant.name!r} is taken by {taken}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            _variants[variant.name] = variant
