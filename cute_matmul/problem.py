@@ -151,7 +151,7 @@ class Check:
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A (m, k) @ B (k, n) in float64 on their device, by blocks of rows so that float64 A stays near 1 GiB."""
+    """A (m, k) @ B (k, n) in float64 on their device; float64 A is kept near 1 GiB."""
     b64 = b.double()
     rows = max(1, _REFERENCE_CHUNK_BYTES // (8 * max(1, a.shape[1])))
     if rows >= a.shape[0]:
@@ -171,9 +171,8 @@ def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, factor: float 
     Raises ValueError where the shapes do not belong together.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
-        raise ValueError(
-            f"out (m, n), a (m, k), b (k, n) must fit, got {tuple(out.shape)}, {tuple(a.shape)}, {tuple(b.shape)}"
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in (out, a, b))
+        raise ValueError(f"out must be (m, n), a (m, k), b (k, n); got {shapes}")
     if out.numel() == 0:
         return Check(0.0, 0.0, 0.0, 0.0, 0, None)
 

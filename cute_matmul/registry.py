@@ -100,7 +100,7 @@ _active: ContextVar[str | None] = ContextVar("cute_matmul_variant", default=None
 
 
 def names() -> tuple[str, ...]:
-    """Names of all variants: the ladder bottom to top, then those of other packages, then those registered."""
+    """All names: the ladder bottom to top, then variants of other packages, then registered ones."""
     return tuple(_all())
 
 
