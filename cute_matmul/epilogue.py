@@ -1,0 +1,47 @@
+"""Epilogues: accumulators to global memory.
+
+`store_direct` writes each thread's accumulators straight from registers. Nothing outside the output is written
+whatever its extents and strides: a tile that crosses the edge is stored element by element, under a mask.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.typing import AddressSpace
+
+
+@cute.jit
+def store_direct(
+    thr_mma: cute.core.ThrMma,
+    acc: cute.Tensor,
+    mC: cute.Tensor,
+    tile_mn: cutlass.Constexpr[tuple[int, int]],
+    coord_mn: tuple,
+):
+    """Convert this thread's accumulators to mC's 16-bit type and store those that lie inside mC.
+
+    acc is the thread's fragment of a tile_mn tile, mC the whole (M, N) output with unit stride along N, coord_mn
+    the tile's index. MMA fragments hold neighbours of a row in pairs, so a whole tile is stored as 32-bit words
+    where the output's address and row stride are even; everything else goes one element at a time.
+    """
+    out = cute.make_rmem_tensor_like(acc, mC.element_type)
+    out.store(acc.load().to(mC.element_type))
+    tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
+    tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
+
+    rows, columns = mC.shape
+    whole = (coord_mn[0] + 1) * tile_mn[0] <= rows and (coord_mn[1] + 1) * tile_mn[1] <= columns
+    row_stride = mC.stride[0]
+    if whole and row_stride % 2 == 0 and mC.iterator.toint() % 4 == 0:
+        words = cute.recast_tensor(out, cutlass.Int32)
+        word_ptr = cute.make_ptr(cutlass.Int32, mC.iterator.toint(), AddressSpace.gmem, assumed_align=4)
+        mW = cute.make_tensor(word_ptr, cute.make_layout((rows, columns // 2), stride=(row_stride // 2, 1)))
+        for i in cutlass.range_constexpr(cute.size(words)):
+            m, n = tCcC[2 * i]
+            mW[m, n // 2] = words[i]
+    else:
+        tCgC = thr_mma.partition_C(cute.local_tile(mC, tile_mn, coord_mn))
+        for i in cutlass.range_constexpr(cute.size(out)):
+            if cute.elem_less(tCcC[i], mC.shape):
+                tCgC[i] = out[i]
