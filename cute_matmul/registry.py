@@ -146,17 +146,21 @@ def unregister(name: str) -> None:
             raise ValueError(f"variant {name!r} is built in and cannot be taken out")
 
 
-def default() -> str:
-    """Name of the variant that `matmul` takes when none is given (see the top of this module)."""
+def default() -> Variant:
+    """The variant that `matmul` takes when none is given (see the top of this module).
+
+    Raises ValueError where `CUTE_MATMUL_VARIANT` names none that there is.
+    """
     active = _active.get()
     if active is not None:
-        return active
+        return get(active)
     wanted = os.environ.get(ENVIRONMENT)
     if not wanted:
-        return BUILTIN_DEFAULT
-    if wanted not in _variants and wanted not in _all():
-        raise ValueError(f"{ENVIRONMENT} must be one of {', '.join(_all())}; got {wanted!r}")
-    return wanted
+        return get(BUILTIN_DEFAULT)
+    try:
+        return get(wanted)
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT}: {error}") from None
 
 
 @contextmanager
@@ -193,15 +197,11 @@ def _read_entry_points() -> None:
         try:
             variant = point.load()
         except Exception as error:  # another package's fault must not take this one's kernels away
-            warnings.warn(
-                f"{where} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
-            )
+            warnings.warn(f"{where} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4)
             continue
         if not isinstance(variant, Variant):
             what = type(variant).__name__
-            warnings.warn(
-                f"{where} is left out: it names a {what}, not a Variant", RuntimeWarning, stacklevel=4
-            )
+            warnings.warn(f"{where} is left out: it names a {what}, not a Variant", RuntimeWarning, stacklevel=4)
         elif variant.name in _variants:
             taken = _variants[variant.name].module
             warnings.warn(
