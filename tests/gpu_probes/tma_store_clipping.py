@@ -159,6 +159,8 @@ def cases() -> list[dict]:
     for offset in (128, 256, 512, 896):
         for swizzle in (32, 64, 128):
             add("float16", swizzle, (20, 45), 64, (3, 0), offset=offset)
+    for swizzle, columns in ((128, 32), (128, 16), (128, 8), (64, 16), (64, 8), (32, 8), (0, 8)):  # narrow rows
+        add("float16", swizzle, (20, 45), 64, (3, 0), columns=columns)
     for mode in ("add", "min", "max"):
         for dtype in ("float16", "bfloat16", "int32", "uint32"):
             add(dtype, 64, (13, 27), 32, (2, 3), modes=(mode,))
