@@ -225,8 +225,8 @@ def ctas_per_sm(threads: int, registers: int, smem_bytes: int) -> tuple[int, str
         "threads": SM_THREADS // (warps * WARP),
         "CTA slots": SM_CTAS,
     }
-    reason = min(limits, key=limits.__getitem__)
-    return limits[reason], reason
+    fit = min(limits.values())
+    return fit, " and ".join(what for what, limit in limits.items() if limit == fit)
 
 
 def _round_up(value: int, granule: int) -> int:
@@ -281,8 +281,10 @@ def _c_string(data: bytes, offset: int) -> str:
 
 def static_shared_bytes(ptx: str) -> int:
     """Bytes of shared memory that the PTX declares with a size (the dynamic part has none)."""
-    sizes = re.findall(r"^\s*\.shared\s+(?:\.align\s+\d+\s+)?\.b(\d+)\s+[\w$]+\[(\d+)\]", ptx, re.MULTILINE)
-    return sum(int(bits) // 8 * int(count) for bits, count in sizes)
+    linkage, align = r"(?:\.visible\s+|\.weak\s+)?", r"(?:\.align\s+\d+\s+)?"
+    declaration = rf"^\s*{linkage}\.shared\s+{align}\.[bfsu](\d+)\s+[\w$]+(?:\[(\d+)\])?\s*;"
+    sizes = re.findall(declaration, ptx, re.MULTILINE)
+    return sum(int(bits) // 8 * int(count or 1) for bits, count in sizes)
 
 
 def ptx_opcodes(ptx: str) -> list[str]:
