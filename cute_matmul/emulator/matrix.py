@@ -495,6 +495,11 @@ class Mma:
         return 2 if self.d == "f16" else 4
 
     @property
+    def k_bytes(self) -> int:
+        """Bytes of one row of A."""
+        return self.k * ELEMENTS[self.a].size
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of one warp's instruction."""
         return 2 * self.m * self.n * self.k
