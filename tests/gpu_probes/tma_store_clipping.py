@@ -10,6 +10,7 @@ box are all seen. Every case records which bytes changed (runs) and a SHA-256 of
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import sys
@@ -19,6 +20,7 @@ import cutlass.cute as cute
 import numpy as np
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
+from cutlass.utils import TensorMapManager, TensorMapUpdateMode
 
 THREADS = 128
 UNTOUCHED = 0xA5
@@ -39,6 +41,8 @@ def probe_kernel(
     coordinates: cute.Tensor,
     contents: cute.Tensor,
     dump: cute.Tensor,
+    descriptor: cute.Tensor,
+    tx_bytes: cutlass.Int32,
     row: cutlass.Int32,
     column: cutlass.Int32,
     layout: cute.ComposedLayout,
@@ -75,6 +79,19 @@ def probe_kernel(
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, box_bytes)
             cute.copy(atom, global_box, shared_box, tma_bar_ptr=barrier)
         cute.arch.mbarrier_wait(barrier, 0)
+    elif cutlass.const_expr(mode == "load_map"):  # with a descriptor that the driver encoded
+        maps = TensorMapManager(TensorMapUpdateMode.GMEM, 128)
+        pointer = maps.get_tensormap_ptr(descriptor.iterator, cute.AddressSpace.generic)
+        if thread < 32:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, tx_bytes)
+            cute.copy(atom, global_box, shared_box, tma_bar_ptr=barrier, tma_desc_ptr=pointer)
+        # Not forever: what the hardware counts for such a box is what is being measured.
+        landed = cute.arch.mbarrier_try_wait(barrier, 0)
+        for _ in cutlass.range(1000):
+            landed = cute.arch.mbarrier_try_wait(barrier, 0)
+        if thread == 0:
+            dump[box_bytes] = cutlass.Uint8(landed)
     else:
         if thread < 32:
             cute.copy(atom, shared_box, global_box)
@@ -90,6 +107,8 @@ def probe(
     matrix: cute.Tensor,
     contents: cute.Tensor,
     dump: cute.Tensor,
+    descriptor: cute.Tensor,
+    tx_bytes: cutlass.Int32,
     row: cutlass.Int32,
     column: cutlass.Int32,
     tile: cutlass.Constexpr,
@@ -97,10 +116,13 @@ def probe(
     offset: cutlass.Constexpr,
     mode: cutlass.Constexpr,
 ):
-    """matrix (rows, columns) dynamic, contents and dump (box bytes,) uint8; one launch of one CTA."""
+    """matrix (rows, columns) dynamic, contents and dump (box bytes + 16,) uint8; one launch of one CTA.
+
+    descriptor (128,) uint8 and tx_bytes count in mode load_map only.
+    """
     outer = cute.make_ordered_layout(tile, order=(1, 0))
     layout = cute.make_composed_layout(cute.make_swizzle(*SWIZZLES[swizzle]), 0, outer)
-    if cutlass.const_expr(mode == "load"):
+    if cutlass.const_expr(mode in ("load", "load_map")):
         op = cpasync.CopyBulkTensorTileG2SOp()
     elif cutlass.const_expr(mode == "store"):
         op = cpasync.CopyBulkTensorTileS2GOp()
@@ -112,6 +134,8 @@ def probe(
         coordinates,
         contents,
         dump,
+        descriptor,
+        tx_bytes,
         row,
         column,
         layout,
@@ -161,6 +185,14 @@ def cases() -> list[dict]:
             add("float16", swizzle, (20, 45), 64, (3, 0), offset=offset)
     for swizzle, columns in ((128, 32), (128, 16), (128, 8), (64, 16), (64, 8), (32, 8), (0, 8)):  # narrow rows
         add("float16", swizzle, (20, 45), 64, (3, 0), columns=columns)
+    for dtype in ("float16", "bfloat16", "float32", "uint8", "int32"):  # what the DSL's own encoder never asks for
+        for fill in (0, 1):
+            add(dtype, 128, (20, 45), 64, (10, 5), modes=("load_map",))
+            result[-1].update(fill=fill, element_strides=[1, 1])
+    for steps in ([1, 1], [2, 1], [3, 1], [8, 1], [1, 2], [4, 4]):
+        for at in ((0, 0), (-3, -2), (13, 7)):
+            add("float16", 128, (20, 45), 64, at, modes=("load_map",))
+            result[-1].update(fill=0, element_strides=steps)
     for mode in ("add", "min", "max"):
         for dtype in ("float16", "bfloat16", "int32", "uint32"):
             add(dtype, 64, (13, 27), 32, (2, 3), modes=(mode,))
@@ -203,7 +235,7 @@ def initial(case: dict) -> tuple[np.ndarray, np.ndarray]:
     pitch = case["pitch"] * itemsize
     matrix_bytes = (case["extents"][0] + 4) * pitch
     box_bytes = rows * columns * itemsize
-    if case["mode"] == "load":
+    if case["mode"].startswith("load"):
         return pattern(matrix_bytes, 1), np.full(box_bytes, UNTOUCHED, np.uint8)
     if case["mode"] == "store":
         return np.full(matrix_bytes, UNTOUCHED, np.uint8), pattern(box_bytes, 2)
@@ -219,25 +251,60 @@ def runs(changed: np.ndarray) -> list[list[int]]:
 def outcome(case: dict, matrix: np.ndarray, shared: np.ndarray) -> dict:
     """What is recorded of the memory after the copy."""
     before = initial(case)
-    loading = case["mode"] == "load"
+    loading = case["mode"].startswith("load")
     target, was = (shared, before[1]) if loading else (matrix, before[0])
-    other = (matrix, before[0]) if loading else (shared, before[1])
+    source, source_was = (matrix, before[0]) if loading else (shared, before[1])
     return {
         "changed": runs(target != was),
         "sha256": hashlib.sha256(target.tobytes()).hexdigest(),
-        "source_intact": bool((other[0] == other[1]).all()),
+        "source_intact": bool((source == source_was).all()),
     }
 
 
+def moved_bytes(case: dict) -> int:
+    """Bytes of the box after element strides (CUDA driver API: box over stride, rounded up; the inner one ignored)."""
+    rows, columns = case["tile"]
+    return -(-rows // case.get("element_strides", [1, 1])[0]) * columns * DTYPES[case["dtype"]][1]
+
+
 def operands(case: dict, matrix: np.ndarray, shared: np.ndarray, device: str):
-    """Torch tensors for one case: the matrix's storage and its view, contents and dump."""
+    """Torch tensors for one case: the matrix's storage and its view, contents, dump and (unset) descriptor."""
     import torch
 
     dtype = getattr(torch, case["dtype"])
     storage = torch.from_numpy(matrix.copy()).to(device)
     view = storage.view(dtype).as_strided(case["extents"], (case["pitch"], 1))
     contents = torch.from_numpy(shared.copy()).to(device)
-    return storage, view, contents, torch.zeros_like(contents)
+    dump = torch.zeros(len(shared) + 16, dtype=torch.uint8, device=device)
+    return storage, view, contents, dump, torch.zeros(128, dtype=torch.uint8, device=device)
+
+
+def constants(case: dict) -> tuple:
+    """The compile-time arguments of `probe` for a case."""
+    return tuple(case["tile"]), case["swizzle"], case["offset"], case["mode"]
+
+
+def driver_descriptor(case: dict, address: int) -> bytes:
+    """The descriptor of a load_map case, encoded by the driver."""
+    from tensormap_table import ITEMSIZE, encode
+
+    code = {"uint8": 0, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}[case["dtype"]]
+    status, encoded = encode(
+        ctypes.CDLL("libcuda.so.1"),
+        {
+            "dtype": code,
+            "address": address,
+            "extents": case["extents"][::-1],
+            "strides": [case["pitch"] * ITEMSIZE[code]],
+            "box": case["tile"][::-1],
+            "element_strides": case["element_strides"][::-1],
+            "interleave": 0,
+            "swizzle": {0: 0, 32: 1, 64: 2, 128: 3}[case["swizzle"]],
+            "l2_promotion": 2,
+            "fill": case["fill"],
+        },
+    )
+    return bytes.fromhex(encoded).ljust(128, b"\0") if status == 0 else b""
 
 
 def main(path: str) -> None:
@@ -247,16 +314,26 @@ def main(path: str) -> None:
     compiled: dict[tuple, object] = {}
     results = []
     for case in cases():
-        storage, view, contents, dump = operands(case, *initial(case), "cuda")
+        storage, view, contents, dump, descriptor = operands(case, *initial(case), "cuda")
+        if case["mode"] == "load_map":
+            encoded = driver_descriptor(case, view.data_ptr())
+            if not encoded:  # NaN fill of integers, for one
+                results.append({**case, "refused": True})
+                continue
+            descriptor.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
         tensors = [from_dlpack(view, assumed_align=16).mark_layout_dynamic(leading_dim=1)]
-        tensors += [from_dlpack(t, assumed_align=16) for t in (contents, dump)]
-        constants = (tuple(case["tile"]), case["swizzle"], case["offset"], case["mode"])
-        key = (case["dtype"], *constants)
+        tensors += [from_dlpack(t, assumed_align=16) for t in (contents, dump, descriptor)]
+        key = (case["dtype"], *constants(case))
         if key not in compiled:
-            compiled[key] = cute.compile(probe, *tensors, *case["at"], *constants)
-        compiled[key](*tensors, *case["at"])
+            compiled[key] = cute.compile(probe, *tensors, moved_bytes(case), *case["at"], *constants(case))
+        compiled[key](*tensors, moved_bytes(case), *case["at"])
         torch.cuda.synchronize()
-        results.append({**case, **outcome(case, storage.cpu().numpy(), dump.cpu().numpy())})
+        after = dump.cpu().numpy()
+        result = {**case, **outcome(case, storage.cpu().numpy(), after[:-16])}
+        if case["mode"] == "load_map":
+            result["landed"] = bool(after[-16])
+            result["fill_bytes"] = after[:-16].tobytes().hex() if case["fill"] else ""
+        results.append(result)
     with open(path, "w") as file:
         file.write(json.dumps({"device": torch.cuda.get_device_name()})[:-1] + ', "cases": [\n')
         file.write(",\n".join(json.dumps(result) for result in results) + "\n]}\n")
