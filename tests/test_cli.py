@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cute_matmul import __main__ as cli
+from cute_matmul import difference, harness, registry
+from cute_matmul.problem import Check, Problem
+from cute_matmul.registry import Variant
+
+NAMES = [variant.name for variant in registry.BUILTIN]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens with no GPU")
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_list_has_every_rung_and_marks_the_default(capsys, monkeypatch):
+    monkeypatch.setenv(registry.ENVIRONMENT, "v1")
+    status, out, _ = call(capsys, "list")
+    assert status == 0
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    assert [row for row in rows if row.split(" ")[0] in NAMES] == [
+        name + " *" if name == "v1" else name for name in NAMES
+    ]
+    status, out, _ = call(capsys, "list", "--json")
+    rows = json.loads(out)
+    assert [row["name"] for row in rows] == NAMES
+    assert [row["name"] for row in rows if row["default"]] == ["v1"]
+
+
+def test_inspect_json_of_one_and_of_two(capsys):
+    status, out, _ = call(capsys, "inspect", "v2", "--json")
+    row = json.loads(out)
+    assert status == 0 and row["variant"] == "v2" and row["ptx"]["wgmma"] > 0 and row["threads"] == 128
+    status, out, _ = call(capsys, "inspect", "v0", "v1", "--json", "--dtype", "bf16", "--a-major", "m")
+    rows = json.loads(out)
+    assert [row["variant"] for row in rows] == ["v0", "v1"]
+    assert {(row["dtype"], row["a_major"], row["b_major"]) for row in rows} == {("bfloat16", "m", "k")}
+
+
+def test_inspect_table_and_config(capsys):
+    status, out, _ = call(capsys, "inspect", "v2", "--config", "64x128x32,stages=4")
+    assert status == 0 and "64x128x32,stages=4" in out and re.search(r"mbarrier init +4 PTX", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "v99"], "variant must be one of v0, "),
+        (["inspect", "v99"], "variant must be one of v0, "),
+        (["diff", "v0", "v99"], "variant must be one of v0, "),
+        (["run", "v2", "--dtype", "fp8"], "dtype must be one of float16"),
+        (["run", "v2", "--config", "128by128"], "config must look like 128x128x64"),
+        (["run", "v2", "--config", "128x96x64"], "accepted: "),
+        (["run", "v2", "--m", "-1"], "m must be an integer of at least 0, got -1"),
+        (["run", "v2", "--repeat", "0"], "--repeat must be at least 1, got 0"),
+        (["diff", "v1", "v2", "--width", "10"], "width must be at least 40"),
+    ],
+)
+def test_refusals_are_a_message_and_status_2(capsys, arguments, message):
+    status, out, err = call(capsys, *arguments)
+    assert (status, out) == (harness.REFUSED, "")
+    assert err.startswith("error: ") and message in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["run", "v2", "--a-major", "n"]])
+def test_usage_errors_are_argparse_s(capsys, arguments):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments)
+    assert raised.value.code == harness.REFUSED
+    assert "usage: " in capsys.readouterr().err
+
+
+@without_gpu
+def test_gpu_backend_without_a_gpu_says_what_it_needs(capsys):
+    status, _, err = call(capsys, "run", "v2", "--backend", "gpu")
+    assert status == harness.REFUSED
+    assert "needs a Hopper GPU" in err and "torch" in err
+
+
+def test_compile_backend_says_that_nothing_ran(capsys):
+    status, out, _ = call(capsys, "run", "v1", "--backend", "compile")
+    assert status == 0 and "v1 compiled for sm_90a in" in out and "nothing was executed" in out
+    status, out, _ = call(capsys, "run", "v1", "--backend", "compile", "--json", "--m", "8")
+    row = json.loads(out)
+    assert (row["executed"], row["seconds"], row["check"]) == (False, None, None)
+    assert row["problem"]["m"] == 8 and row["inspection"]["ptx"]["wgmma"] > 0
+
+
+def test_module_of_a_variant_is_the_same_command():
+    one = command("cute_matmul.variants.v1", "--backend", "compile", "--json")
+    other = command("cute_matmul", "run", "v1", "--backend", "compile", "--json")
+    assert (one.returncode, other.returncode) == (0, 0)
+    results = [json.loads(done.stdout) for done in (one, other)]
+    for result in results:
+        del result["compile_seconds"]
+    assert results[0] == results[1]
+    refused = command("cute_matmul.variants.v1", "--config", "1x1x1")
+    assert refused.returncode == harness.REFUSED and refused.stderr.startswith("error: ")
+
+
+def outcome(**changes) -> harness.Outcome:
+    good = Check(0.1, 0.2, 1e-4, 2e-4, 0, (0, 0))
+    values = {
+        "variant": "v1",
+        "problem": Problem(1000, 1000, 1000),
+        "config": "128x128x64",
+        "backend": "gpu",
+        "device": "NVIDIA H200",
+        "seconds": 4e-6,
+        "cublas_seconds": 3e-6,
+        "check": good,
+        "repeatable": True,
+    }
+    return harness.Outcome(**{**values, **changes})
+
+
+def report(capsys, made: harness.Outcome, *arguments: str) -> tuple[int, str, str]:
+    parsed = cli.parser().parse_args(["run", "v1", *arguments])
+    status = harness._report(made, parsed)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_table_of_a_right_run(capsys):
+    status, out, err = report(capsys, outcome())
+    assert (status, err) == (harness.OK, "")
+    for cell in ("1000x1000x1000", "float16", "128x128x64", "4 us", "500.0", "75.0", "0.1", "0.2", "right"):
+        assert cell in out
+    status, out, _ = report(capsys, outcome(), "--json")
+    row = json.loads(out)
+    assert row["tflops"] == pytest.approx(500) and row["percent_of_cublas"] == pytest.approx(75) and row["ok"]
+
+
+def test_a_wrong_result_is_status_1_and_an_error(capsys):
+    wrong = Check(1.0, 0.2, 1e-4, 2e-4, 0, (3, 4))
+    status, out, err = report(capsys, outcome(check=wrong))
+    assert status == harness.WRONG and "WRONG" in out
+    assert "error: v1 is wrong" in err and "C[3, 4]" in err
+    status, out, _ = report(capsys, outcome(check=wrong), "--json")
+    assert status == harness.WRONG and not json.loads(out)["ok"]
+
+
+def test_other_bits_for_the_same_operands_are_status_1(capsys):
+    status, out, err = report(capsys, outcome(repeatable=False))
+    assert status == harness.WRONG and "NOT REPEATABLE" in out and "different bits" in err
+
+
+def test_unchecked_is_not_called_right(capsys):
+    status, out, _ = report(capsys, outcome(check=None))
+    assert status == harness.OK and "not checked" in out and "right" not in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2.0, "2 s"), (0.00212, "2.12 ms"), (3.4e-5, "34 us"), (2.5e-8, "25 ns"), (0.0, "0 ns")],
+)
+def test_durations(seconds, text):
+    assert harness.duration(seconds) == text
+
+
+def test_same_bits_tells_zeros_and_nans_apart():
+    x = torch.tensor([0.0, float("nan"), 1.0], dtype=torch.float16)
+    assert harness.same_bits(x, x.clone())
+    assert not harness.same_bits(x, torch.tensor([-0.0, float("nan"), 1.0], dtype=torch.float16))
+
+
+# diff
+
+OLD = '''"""V7: one.
+
+Only one.
+"""
+
+x = 1
+y = some_function(x, first=1)
+z = 3
+
+
+def matmul_v7_kernel():
+    pass
+'''
+NEW = '''"""V8: two.
+
+What changes: there are two.
+"""
+
+x = 1
+y = some_function(x, second=2)
+w = 0
+z = 3
+
+
+def matmul_v8_kernel():
+    pass
+'''
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch) -> tuple[Variant, Variant]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "rung_v7.py").write_text(OLD)
+    (tmp_path / "rung_v8.py").write_text(NEW)
+    return Variant("v7", "rung_v7", "one", "one"), Variant("v8", "rung_v8", "two", "there are two")
+
+
+def test_diff_shows_the_idea_and_what_changed(pair):
+    text = difference.render(*pair, width=120)
+    assert text.startswith("v7 -> v8: two\nthere are two\n")
+    assert "What changes: there are two." in text and "Only one." not in text
+    changed = [line for line in text.splitlines() if "some_function" in line]
+    assert len(changed) == 1 and " | " in changed[0] and "first=1" in changed[0] and "second=2" in changed[0]
+    (added,) = [line for line in text.splitlines() if "w = 0" in line]
+    assert re.search(r" > +8 w = 0$", added)
+    assert not re.search(r"matmul_v\d_kernel.*[<>|]", text)
+    assert "\x1b" not in text
+
+
+def test_diff_colours_only_what_changed(pair):
+    text = difference.render(*pair, width=120, colour=True)
+    (changed,) = [line for line in text.splitlines() if "some_function" in line]
+    assert "\x1b[31mfirst\x1b[0m" in changed and "\x1b[32msecond\x1b[0m" in changed
+    assert "\x1b[31msome_function" not in changed
+    assert re.sub(r"\x1b\[\d+m", "", text) == difference.render(*pair, width=120)
+
+
+@pytest.mark.parametrize("width", [40, 79, 99, 100, 101, 133])
+def test_diff_keeps_to_the_width(pair, width):
+    shown = difference.render(*pair, width=width).splitlines()
+    assert max(map(len, shown)) <= width
+    real = difference.render(registry.get("v1"), registry.get("v2"), width=width, colour=True)
+    assert max(len(re.sub(r"\x1b\[\d+m", "", line)) for line in real.splitlines()) <= width
+
+
+def test_diff_below_each_other_is_a_unified_one(pair):
+    lines = difference.render(*pair, width=60).splitlines()
+    assert "- y = some_function(x, first=1)" in lines and "+ y = some_function(x, second=2)" in lines
+    assert "+ w = 0" in lines and "  x = 1" in lines
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.pairwise(NAMES)))
+def test_diff_loses_no_line(old, new):
+    """Every line of both sources is in a hunk or unchanged outside of them, in order and once."""
+    (_, left), (_, right) = (difference.read_source(registry.get(name)) for name in (old, new))
+    hunks = list(difference.changes(left, right, old, new))
+    assert hunks
+    for side, lines, name in ((0, left, old), (1, right, new)):
+        numbers = [p[side].number for hunk in hunks for p in hunk if p[side]]
+        assert numbers == sorted(set(numbers))
+        hidden = [line for line in lines if line.number not in set(numbers)]
+        other, other_name = (right, new) if side == 0 else (left, old)
+        keys = {difference._key(line.text, other_name) for line in other}
+        assert all(difference._key(line.text, name) in keys for line in hidden)
+
+
+def test_diff_of_a_variant_with_itself(pair):
+    assert "the sources are the same" in difference.render(pair[0], pair[0], width=100)
+
+
+def test_diff_command_puts_both_inspections_beside_each_other(capsys):
+    status, out, _ = call(capsys, "diff", "v1", "v2", "--width", "120")
+    assert status == 0 and "\x1b" not in out
+    assert out.startswith("v1 -> v2: ")
+    assert re.search(r"^ +v1 +v2$", out, re.MULTILINE)
+    assert re.search(r"^mbarrier init +1 PTX.* +2 PTX", out, re.MULTILINE)
+    status, out, _ = call(capsys, "diff", "v1", "v2", "--color")
+    assert "\x1b[32m" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_run_on_the_gpu(capsys, name):
+    arguments = ("run", name, "--m", "1000", "--n", "520", "--k", "264", "--b-major", "n", "--repeat", "3")
+    status, out, err = call(capsys, *arguments, "--json")
+    assert (status, err) == (0, "")
+    row = json.loads(out)
+    assert row["backend"] == "gpu" and row["check"]["ok"] and row["repeatable"] and row["percent_of_cublas"] > 0
+    status, out, _ = call(capsys, *arguments)
+    assert status == 0 and "right" in out and "TFLOP/s" in out
