@@ -202,9 +202,10 @@ def _compile(module: ModuleType, config: TileConfig, facts: dict[str, str]) -> C
         strides = (stride, 1) if k_major else (1, stride)
         return make_fake_tensor(element, (cute.sym_int(), cute.sym_int()), strides, assumed_align=OPERAND_ALIGN)
 
-    # The output is stored by ordinary stores: any row stride, any 2-byte aligned address.
-    out_shape, out_strides = (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)
-    out = make_fake_tensor(element, out_shape, out_strides, assumed_align=element.width // 8)
+    # Ordinary stores take any row stride and any aligned element; a variant that stores by TMA says what it needs.
+    out_align = getattr(module, "OUT_ALIGN", element.width // 8)
+    row_stride = cute.sym_int64(divisibility=out_align * 8 // element.width)
+    out = make_fake_tensor(element, (cute.sym_int(), cute.sym_int()), (row_stride, 1), assumed_align=out_align)
     # The DSL drops PTX and cubin into a folder as well as keeping them: give it one of its own.
     with tempfile.TemporaryDirectory(prefix="cute_matmul-") as scratch:
         options = (

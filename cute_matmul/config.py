@@ -26,11 +26,18 @@ BARRIER_BYTES = 8
 BUFFER_ALIGN = 1024
 """Alignment of an operand buffer: the period of the 128-byte swizzle, 8 rows of 128 bytes."""
 
-NON_ACCUMULATOR_REGISTERS = 24
-"""Registers a thread needs beside its accumulators (descriptors, coordinates, loop state).
+NON_ACCUMULATOR_REGISTERS = 40
+"""Registers a thread is given beside its accumulators: descriptors, coordinates, loop state, the epilogue.
 
-The least that the compiler used in V1 and V2; tests compare the arithmetic with what it reports.
+With 128 accumulators that makes 168, the most that lets three CTAs of 128 threads share an SM.
 """
+
+SM_REGISTERS = 65536
+"""32-bit registers of an SM (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+SM_SMEM = 228 * 1024
+CTA_RESERVED_SMEM = 1024
+"""Bytes of shared memory an SM has, and how many of them the driver takes per CTA (same source)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class Resources:
     threads: threads of the CTA. warp_groups: warp groups that hold the accumulators between them.
     barriers_per_stage, other_barriers: mbarriers. accumulator_bytes: 4 for fp32, 2 for fp16.
     epilogue_fraction: the epilogue's shared buffer, as a fraction 1/n of the output tile (0: none).
+    grid_dims: 2 if the grid is (m_tiles, n_tiles), 1 if a TileOrder walks it.
     """
 
     threads: int
@@ -113,6 +121,7 @@ class Resources:
     other_barriers: int = 0
     accumulator_bytes: int = 4
     epilogue_fraction: int = 0
+    grid_dims: int = 2
 
     def accumulator_registers(self, config: TileConfig) -> int:
         """32-bit registers per thread that hold accumulators."""
@@ -129,6 +138,13 @@ class Resources:
         barriers = self.barriers_per_stage * config.num_stages + self.other_barriers
         buffers = config.num_stages * tx_bytes(config, element_bytes) + self.epilogue_bytes(config, element_bytes)
         return buffers + barriers * BARRIER_BYTES
+
+    def ctas_per_sm(self, config: TileConfig, element_bytes: int = 2) -> int:
+        """CTAs that an SM's registers and shared memory hold together; what the compiler is asked to allow."""
+        registers = self.accumulator_registers(config) + NON_ACCUMULATOR_REGISTERS
+        by_registers = SM_REGISTERS // (registers * self.threads)
+        by_smem = SM_SMEM // (self.smem_bytes(config, element_bytes) + CTA_RESERVED_SMEM)
+        return max(1, min(by_registers, by_smem))
 
     def refusal(self, config: TileConfig, element_bytes: int = 2) -> str | None:
         """Why an SM cannot hold this configuration, or None if it can."""

@@ -104,3 +104,14 @@ def shared_memory() -> SmemAllocator:
 def operand_buffer(smem: SmemAllocator, dtype: type, layout: cute.ComposedLayout) -> cute.Tensor:
     """Allocate an operand ring: (tile_mn, tile_k, num_stages), 1024-byte aligned, swizzled."""
     return smem.allocate_tensor(dtype, layout.outer, byte_alignment=BUFFER_ALIGN, swizzle=layout.inner)
+
+
+def tma_store(tensor: cute.Tensor, tile: tuple[int, int]) -> tuple[cute.CopyAtom, cute.Tensor, cute.ComposedLayout]:
+    """TMA atom, coordinate tensor and shared layout that store `tile` of an N-contiguous (M, N) tensor.
+
+    Rows of the shared tile are 128 bytes, swizzled over 128: the 32-bit stores of an accumulator fragment
+    (8 rows by 4 lanes) then fall in 32 different banks.
+    """
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, tensor.element_type)
+    layout = cute.tile_to_shape(atom, tile, order=(0, 1))
+    return (*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, tile), layout)

@@ -8,7 +8,7 @@ shapes and strides alone is worked out once per combination and remembered as a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,15 +58,17 @@ def matmul(
     Raises TypeError or ValueError naming the argument, `Unsupported` where the kernels refuse an operand that
     torch.matmul would take, RuntimeError where there is no Hopper GPU. All before anything is launched.
     """
+    entry = registry.default() if variant is None else registry.get(variant)
     try:
-        key = (variant, config, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
-        plan = _plans.get(key)
+        plan = _plans.get(
+            (entry.name, entry.module, config, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
+        )
     except (AttributeError, TypeError, RuntimeError):
         plan = None  # not two plain tensors: _make_plan says what is wrong
-    if plan is None or variant is None:
-        plan = _make_plan(a, b, variant, config)
+    if plan is None:
+        plan = _make_plan(a, b, entry, config)
     a_ptr, b_ptr = a.data_ptr(), b.data_ptr()
-    if (a_ptr | b_ptr) % OPERAND_ALIGN:
+    if (a_ptr | b_ptr) % OPERAND_ALIGN and not plan.empty:
         _check_alignment(a_ptr, b_ptr, a, b)
     device = a.device
     if b.device != device:
@@ -78,22 +80,48 @@ def matmul(
         )
     if out is None:
         out = torch.empty(plan.out_shape, dtype=a.dtype, device=device)
-    else:
-        _check_out(out, a, b, plan)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    try:
+        placed = plan.outs.get((out.dtype, out.shape, out.stride()))
+    except (AttributeError, TypeError, RuntimeError):
+        placed = None
+    if placed is None or type(out) is not torch.Tensor:
+        placed = _make_output(out, a, plan)
+    if out.device != device:
+        raise ValueError(f"out must be on a's device, {device}, got {out.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise Unsupported("out requires grad, and matmul has no backward; pass a tensor that does not")
+    out_ptr = out.data_ptr()
+    out_end = out_ptr + placed.nbytes
+    if (out_ptr < a_ptr + plan.a_nbytes and a_ptr < out_end) or (out_ptr < b_ptr + plan.b_nbytes and b_ptr < out_end):
+        _check_overlap(out, a, b)
+    if out_ptr % plan.out_align and not plan.empty:
+        raise Unsupported(
+            f"out must start at a multiple of {plan.out_align} bytes for variant {entry.name}, which stores it by "
+            f"TMA; got an address that is {out_ptr % plan.out_align} past one"
+        )
 
-    if device.type == "cuda" and backend != "emulator":
+    if device.type == "cuda" and (backend == "auto" or backend == "gpu"):
         if plan.empty:
             return out.zero_()
+        if device.index not in _hopper_devices:
+            _check_device(device)
+        if placed.function is None:
+            placed.function = placed.kernel().function
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return _launch(plan, a, b, out, device)
-        return _launch(plan, a, b, out, device)
-    if device.type == "cpu" and backend != "gpu":
+                placed.function(*placed.arguments(a, b, out))
+        else:
+            placed.function(*placed.arguments(a, b, out))
+        return out
+    if device.type == "cpu" and (backend == "auto" or backend == "emulator"):
         if plan.empty:
             return out.zero_()
-        return _emulate(plan, a, b, out, insist=backend == "emulator")
+        report = _emulate(placed, a, b, out, insist=backend == "emulator")
+        if not report.ok:
+            raise RuntimeError(f"the emulator found faults in {entry.name} with config {plan.config}:\n{report}")
+        return out
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     wanted = {"gpu": "CUDA", "emulator": "CPU", "auto": "CUDA or CPU"}[backend]
     raise ValueError(f"backend {backend!r} needs {wanted} tensors, got a on {device}")
 
@@ -105,15 +133,45 @@ class _Plan:
     variant: str
     config: TileConfig
     dtype: str
-    a_strides: tuple[int, int] | None  # strides to launch with where they differ from the tensor's
-    b_strides: tuple[int, int] | None
     a_major: str
     b_major: str
+    a_strides: tuple[int, int] | None  # strides to launch with where they differ from the tensor's
+    b_strides: tuple[int, int] | None
+    a_nbytes: int  # from the first element to the last
+    b_nbytes: int
     out_shape: tuple[int, int]
+    out_align: int
     k: int
     empty: bool
+    outs: dict[tuple, _Output] = field(default_factory=dict)
+
+
+@dataclass
+class _Output:
+    """A plan with an output of one shape and one pair of strides."""
+
+    plan: _Plan
+    nbytes: int
+    flipped: bool  # column-major output: out.t() = b.t() @ a.t() is the same problem with a row-major one
+    strides: tuple[int, int] | None
     function: Any = None  # loaded at the first launch
-    flipped: Any = None  # the kernel for out.t() = b.t() @ a.t(), likewise
+
+    def kernel(self) -> CompiledKernel:
+        plan = self.plan
+        a_major, b_major = plan.a_major, plan.b_major
+        if self.flipped:
+            a_major, b_major = ("k" if b_major == "k" else "m"), ("k" if a_major == "k" else "n")
+        return compile_kernel(plan.variant, plan.config, plan.dtype, a_major, b_major)
+
+    def arguments(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the kernel takes, (M, K), (N, K) and (M, N), with strides that TMA can describe."""
+        if self.plan.a_strides is not None:
+            a = a.as_strided(a.shape, self.plan.a_strides)
+        if self.plan.b_strides is not None:
+            b = b.as_strided(b.shape, self.plan.b_strides)
+        if self.strides is not None:
+            out = out.as_strided(out.shape, self.strides)
+        return (b.t(), a, out.t()) if self.flipped else (a, b.t(), out)
 
 
 _plans: dict[tuple, _Plan] = {}
@@ -121,7 +179,7 @@ _MAX_PLANS = 4096
 _hopper_devices: set[int] = set()
 
 
-def _make_plan(a: Any, b: Any, variant: str | None, config: TileConfig | str | None) -> _Plan:
+def _make_plan(a: Any, b: Any, entry: registry.Variant, config: TileConfig | str | None) -> _Plan:
     for name, tensor in (("a", a), ("b", b)):
         _check_tensor(name, tensor)
         if tensor.dtype not in _NAMES:
@@ -135,11 +193,7 @@ def _make_plan(a: Any, b: Any, variant: str | None, config: TileConfig | str | N
         raise ValueError(f"b must have a's K = {k} rows, got {b.shape[0]}: a is ({m}, {k}), b {tuple(b.shape)}")
     n = b.shape[1]
 
-    entry = registry.get(variant) if variant is not None else registry.default()
-    key = (entry.name, config, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
-    plan = _plans.get(key)
-    if plan is not None:
-        return plan
+    key = (entry.name, entry.module, config, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
     if isinstance(config, str):
         config = TileConfig.parse(config)
     module = entry.load()
@@ -157,15 +211,36 @@ def _make_plan(a: Any, b: Any, variant: str | None, config: TileConfig | str | N
     if not empty:
         a_major, a_strides = _operand("a", a, 1, "km")
         b_major, b_strides = _operand("b", b, 0, "kn")
-        tiles_y = -(-n // chosen.tile_shape_mnk[1])
-        if getattr(module, "GRID_2D", False) and tiles_y > MAX_GRID_Y:
+        if module.RESOURCES.grid_dims == 2 and -(-n // chosen.tile_shape_mnk[1]) > MAX_GRID_Y:
             limit = MAX_GRID_Y * chosen.tile_shape_mnk[1]
-            raise Unsupported(f"N must be at most {limit} for {entry.name} with config {chosen}, got {n}")
-    plan = _Plan(entry.name, chosen, _NAMES[a.dtype], a_strides, b_strides, a_major, b_major, (m, n), k, empty)
+            raise Unsupported(f"N must be at most {limit} for variant {entry.name} with config {chosen}, got {n}")
+    plan = _Plan(
+        variant=entry.name,
+        config=chosen,
+        dtype=_NAMES[a.dtype],
+        a_major=a_major,
+        b_major=b_major,
+        a_strides=a_strides,
+        b_strides=b_strides,
+        a_nbytes=_extent(a),
+        b_nbytes=_extent(b),
+        out_shape=(m, n),
+        out_align=getattr(module, "OUT_ALIGN", a.element_size()),
+        k=k,
+        empty=empty,
+    )
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
     return plan
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a 2-D tensor's first element to the end of its last; 0 if it has none."""
+    if not tensor.numel():
+        return 0
+    (rows, columns), (row, column) = tensor.shape, tensor.stride()
+    return ((rows - 1) * row + (columns - 1) * column + 1) * tensor.element_size()
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -227,77 +302,60 @@ def _check_alignment(a_ptr: int, b_ptr: int, a: torch.Tensor, b: torch.Tensor) -
             )
 
 
-def _check_out(out: Any, a: torch.Tensor, b: torch.Tensor, plan: _Plan) -> None:
-    if type(out) is not torch.Tensor:
-        _check_tensor("out", out)
+def _make_output(out: Any, a: torch.Tensor, plan: _Plan) -> _Output:
+    _check_tensor("out", out)
     if out.dtype != a.dtype:
         raise TypeError(f"out must have a's type, {_text(a.dtype)}, got {_text(out.dtype)}")
-    if out.shape != plan.out_shape:
-        raise ValueError(f"out must be {plan.out_shape}, got {tuple(out.shape)}")
-    if out.device != a.device:
-        raise ValueError(f"out must be on a's device, {a.device}, got {out.device}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise Unsupported("out requires grad, and matmul has no backward; pass a tensor that does not")
-    row, column = out.stride()
-    m, n = plan.out_shape
-    if plan.empty and plan.k:
-        return
-    if column != 1 and n > 1 and row != 1 and m > 1:
-        raise Unsupported(f"out must have a dimension of unit stride, got strides {out.stride()}")
-    if (m > 1 and row == 0) or (n > 1 and column == 0) or (m > 1 and n > 1 and abs(row) < n and abs(column) < m):
-        raise ValueError(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
-    begin = out.data_ptr()
-    end = begin + ((m - 1) * row + (n - 1) * column + 1) * 2
+    if tuple(out.shape) != plan.out_shape:
+        raise ValueError(f"out must have shape {plan.out_shape}, got {tuple(out.shape)}")
+    (m, n), (row, column) = plan.out_shape, out.stride()
+    if (m > 1 and row == 0) or (n > 1 and column == 0):
+        raise ValueError(f"out must not overlap itself, got shape {(m, n)} with strides {(row, column)}")
+    if m > 1 and n > 1 and row < (n - 1) * column + 1 and column < (m - 1) * row + 1:
+        raise ValueError(f"out must not overlap itself, got shape {(m, n)} with strides {(row, column)}")
+    # The stride of a dimension of extent 1 is never used: take one that suits the kernel.
+    per_row = plan.out_align // out.element_size()
+    strides = (row, column)
+    if n == 1 and (m == 1 or row != 1):
+        strides = (row, 1)
+    if m == 1 and strides[1] == 1:
+        strides = (-(-n // per_row) * per_row, 1)
+    elif n == 1 and strides[0] == 1:
+        strides = (1, -(-m // per_row) * per_row)
+    flipped = strides[1] != 1
+    pitch = strides[0] if not flipped else strides[1]
+    if 1 not in strides:
+        raise Unsupported(f"out must have a dimension of unit stride, got strides {(row, column)}")
+    if pitch % per_row and not plan.empty:
+        raise Unsupported(
+            f"out must have rows that start at multiples of {plan.out_align} bytes for variant {plan.variant}, which "
+            f"stores it by TMA; got a stride of {pitch * out.element_size()} bytes"
+        )
+    placed = _Output(plan, _extent(out), flipped, None if strides == (row, column) else strides)
+    if len(plan.outs) >= _MAX_PLANS:
+        plan.outs.clear()
+    plan.outs[(out.dtype, out.shape, out.stride())] = placed
+    return placed
+
+
+def _check_overlap(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
-        start = tensor.data_ptr()
-        if start < end and tensor.numel() and _overlap(out, tensor, begin, end, start):
-            raise ValueError(f"out must not overlap {name}: they share memory, and {name} is read while out is written")
+        if out.numel() and tensor.numel() and _overlap(out, tensor):
+            raise ValueError(f"out must not overlap {name}: {name} is read while out is written")
 
 
-def _overlap(out: torch.Tensor, tensor: torch.Tensor, begin: int, end: int, start: int) -> bool:
-    """Whether two 2-D tensors of 16-bit elements share a byte; exact for windows of one row-major buffer."""
-    (rows, columns), (row, column) = tensor.shape, tensor.stride()
-    stop = start + ((rows - 1) * row + (columns - 1) * column + 1) * 2
-    if stop <= begin:
+def _overlap(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether two 2-D tensors share a byte: exact for windows of one row-major buffer, else by their extents."""
+    begin, start = out.data_ptr(), tensor.data_ptr()
+    if start >= begin + _extent(out) or begin >= start + _extent(tensor):
         return False
     pitch = out.stride(0)
-    if row != pitch or column != 1 or out.stride(1) != 1 or pitch <= 0:
+    if tensor.stride() != (pitch, 1) or out.stride(1) != 1:
         return True
-    # Windows of one buffer with rows of `pitch` elements: they meet where both their columns and rows do.
-    shift = (start - begin) // 2 % pitch
-    return not (out.shape[1] <= shift and shift + columns <= pitch)
-
-
-def _launch(plan: _Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.index not in _hopper_devices:
-        _check_device(device)
-    if plan.a_strides is not None:
-        a = a.as_strided(a.shape, plan.a_strides)
-    if plan.b_strides is not None:
-        b = b.as_strided(b.shape, plan.b_strides)
-    if out.stride(1) == 1 or plan.out_shape[1] == 1:
-        if plan.function is None:
-            plan.function = _kernel(plan).function
-        plan.function(a, b.t(), _unit_columns(out))
-    else:
-        # Column-major out: out.t() = b.t() @ a.t() is the same problem with a row-major output.
-        if plan.flipped is None:
-            plan.flipped = _kernel(plan, flip=True).function
-        plan.flipped(b.t(), a, _unit_columns(out.t()))
-    return out
-
-
-def _unit_columns(out: torch.Tensor) -> torch.Tensor:
-    """`out` with unit stride along its columns, also where it has one column of another stride."""
-    return out if out.stride(1) == 1 else out.as_strided(out.shape, (out.stride(0), 1))
-
-
-def _kernel(plan: _Plan, flip: bool = False) -> CompiledKernel:
-    a_major, b_major = plan.a_major, plan.b_major
-    if flip:
-        # A' = b.t() is (N, K) and B' = a is (M, K) as (N, K) of the flipped problem.
-        a_major, b_major = ("m" if b_major == "n" else "k"), ("n" if a_major == "m" else "k")
-    return compile_kernel(plan.variant, plan.config, plan.dtype, a_major, b_major)
+    # Windows of one buffer with rows of `pitch` elements share a byte where both their rows and columns meet,
+    # and their extents meet, so only the columns can keep them apart.
+    shift = (start - begin) // out.element_size() % pitch
+    return not (out.shape[1] <= shift and shift + tensor.shape[1] <= pitch)
 
 
 def _check_device(device: torch.device) -> None:
@@ -318,7 +376,8 @@ def estimate_emulator_seconds(m: int, n: int, k: int, config: TileConfig) -> flo
     return padded[0] * padded[1] * padded[2] / EMULATOR_FLOPS
 
 
-def _emulate(plan: _Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, insist: bool) -> torch.Tensor:
+def _emulate(placed: _Output, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, insist: bool) -> Any:
+    plan = placed.plan
     seconds = estimate_emulator_seconds(*plan.out_shape, plan.k, plan.config)
     limit = float(os.environ.get(EMULATOR_LIMIT_VARIABLE, EMULATOR_LIMIT))
     if seconds > limit and not insist:
@@ -326,7 +385,6 @@ def _emulate(plan: _Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, i
             f"a is on the CPU, where the emulator would take about {seconds:.0f} s for this product (limit "
             f"{limit:.0f} s, {EMULATOR_LIMIT_VARIABLE}); pass backend='emulator' to insist, or CUDA tensors"
         )
-    report = emulate(a, b, out, variant=plan.variant, config=plan.config)
-    if not report.ok:
-        raise RuntimeError(f"the emulator found faults in {plan.variant} with config {plan.config}:\n{report}")
-    return out
+    from . import emulator
+
+    return emulator.run(placed.kernel(), *placed.arguments(a, b, out))

@@ -169,12 +169,13 @@ class BarrierRing:
         return new
 
     def producer_acquire(self, state: PipelineState) -> None:
-        """Wait until the stage is empty, then announce its bytes. One thread; the copies come next."""
+        """One whole warp: wait until the stage is empty, then announce its bytes. The copies come next."""
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
-        cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, self.tx_bytes)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, self.tx_bytes)
 
     def consumer_wait(self, state: PipelineState) -> None:
-        """Wait until the stage's bytes have landed. Every thread that reads them, or one and a barrier."""
+        """Wait until the stage's bytes have landed. Called by every thread that reads them."""
         cute.arch.mbarrier_wait(self.full + state.index, state.phase)
 
     def consumer_release(self, state: PipelineState) -> None:

@@ -91,6 +91,38 @@ BUILTIN = (
         "a ring of num_stages shared buffers with a barrier each, so that loads run ahead of the multiply",
         (_TYPES, _TMA),
     ),
+    Variant(
+        "v3",
+        "cute_matmul.variants.v3",
+        "warp specialization",
+        "a producer warp loads, a consumer warp group multiplies; full and empty barriers instead of block syncs",
+        (_TYPES, _TMA),
+    ),
+    Variant(
+        "v4",
+        "cute_matmul.variants.v4",
+        "two consumer warp groups",
+        "the tile's rows split over two warp groups that share B; tiles walked in groups that stay in L2",
+        (_TYPES, _TMA),
+    ),
+    Variant(
+        "v5",
+        "cute_matmul.variants.v5",
+        "overlapping WGMMA groups",
+        "one WGMMA group always in flight; a stage is released one iteration late",
+        (_TYPES, _TMA),
+    ),
+    Variant(
+        "v6",
+        "cute_matmul.variants.v6",
+        "256x256 tiles, fp16 accumulation, TMA store",
+        "four consumer warp groups that accumulate in fp16; the output leaves through a shared buffer by TMA",
+        (
+            "float16 in and out, fp16 accumulation (WGMMA has no bf16 form of it); A and B each in either major order",
+            _TMA,
+            "the output's row stride must be a multiple of 16 bytes, its address 16-byte aligned (TMA)",
+        ),
+    ),
 )
 
 _lock = threading.RLock()

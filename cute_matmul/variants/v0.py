@@ -36,7 +36,11 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     b_ldmatrix = cute.make_tiled_copy_B(hopper.ldmatrix(mB), tiled_mma)
     matmul_v0_kernel(
         a_tma, a_coords, b_tma, b_coords, mC, tiled_mma, a_ldmatrix, b_ldmatrix, a_layout, b_layout, config
-    ).launch(grid=(*cute.ceil_div(mC.shape, (tile_m, tile_n)), 1), block=(RESOURCES.threads, 1, 1), stream=stream)
+    ).launch(
+        grid=(*cute.ceil_div(mC.shape, (tile_m, tile_n)), 1),
+        block=(RESOURCES.threads, 1, 1),
+        stream=stream,
+    )
 
 
 @cute.kernel
