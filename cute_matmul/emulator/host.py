@@ -203,7 +203,10 @@ class _PackedProgram(Program):
         self._execution_args = execution_args
 
     def _marshal(self, operands: Operands, args: tuple, kwargs: dict) -> Callable[[], int]:
-        converted, named = _convert_call(operands, self._execution_args.original_signature, args, kwargs)
+        signature = self._execution_args.original_signature
+        converted, named = _convert_call(operands, signature, args, kwargs)
+        if "self" in signature.parameters:  # bound when it was compiled; the DSL drops whatever stands here
+            converted.insert(0, None)
         runtime = self._execution_args.get_rectified_args_from_original_args(converted, named)
         pointers, adapted = self._execution_args.generate_execution_args(runtime, {})
         operands.keep += [runtime, pointers, adapted]  # each pointer keeps its value alive
