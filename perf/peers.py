@@ -1,0 +1,253 @@
+"""Who takes part: the ladder's variants, and other libraries' matmuls, each behind one small adapter.
+
+A peer that is not installed, or does not take these operands, is skipped with a reason; none is imported before it
+is asked for. `accumulate` says what a contender adds up in, and stands beside every comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perf.device import Launch, Layout, Operands
+from perf.measure import Prepared, Skip
+from perf.suites import Shape
+
+
+def best_of(
+    candidates: Sequence[tuple[str, Launch]], operands: Operands, seconds: Callable[[Launch], float]
+) -> tuple[Launch, dict[str, Any]]:
+    """The fastest candidate on these operands by a short timing, and what each took (microseconds, or why not)."""
+    tried: dict[str, Any] = {}
+    best: tuple[float, Launch, str] | None = None
+    for label, launch in candidates:
+        try:
+            launch(operands.a, operands.b, operands.out)
+            took = seconds(launch)
+        except Exception as error:
+            tried[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            continue
+        tried[label] = round(took * 1e6, 2)
+        if best is None or took < best[0]:
+            best = (took, launch, label)
+    if best is None:
+        raise Skip(f"no candidate ran: {tried}")
+    return best[1], {"config": best[2], "candidates_us": tried}
+
+
+@dataclass
+class VariantContender:
+    """A rung of the ladder, with its tuned configuration, its DEFAULT, or one that was asked for."""
+
+    name: str
+    config: str | None = None
+    gpu: str = ""
+    kind: str = "variant"
+
+    def __post_init__(self) -> None:
+        from cute_matmul import registry
+
+        variant = registry.get(self.name)
+        self.label = variant.title
+        module = variant.load()
+        narrow = getattr(getattr(module, "RESOURCES", None), "accumulator_bytes", 4) == 2
+        self.accumulate = "fp16" if narrow else "fp32"
+
+    def choose(self, shape: Shape, layout: Layout) -> tuple[Any, str]:
+        """The configuration for a shape, and where it comes from: "given", "tuned" or "default"."""
+        from cute_matmul import registry, tuner
+        from cute_matmul.config import TileConfig
+
+        if self.config is not None:
+            return TileConfig.parse(self.config), "given"
+        tuned = tuner.best_config(
+            self.name, shape.mnk, layout.dtype, layout.a_major, layout.b_major, gpu=self.gpu, exact=True
+        )
+        if tuned is not None:
+            return tuned, "tuned"
+        return registry.get(self.name).load().DEFAULT, "default"
+
+    def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
+        from cute_matmul.compile import compile_kernel
+
+        config, source = self.choose(shape, layout)
+        try:
+            kernel = compile_kernel(self.name, config, layout.dtype, layout.a_major, layout.b_major)
+        except ValueError as error:
+            raise Skip(str(error)) from error
+        function = kernel.function
+
+        def launch(a: Any, b: Any, out: Any) -> None:
+            function(a, b.t(), out)
+
+        return Prepared(launch, {"config": str(config), "config_from": source})
+
+
+@dataclass
+class Cublas:
+    """cuBLAS as torch calls it: torch.mm(a, b, out=out) with torch's default settings."""
+
+    name: str = "cublas"
+    label: str = "cuBLAS (torch.mm)"
+    kind: str = "peer"
+    accumulate: str = "fp32"
+
+    def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
+        import torch
+
+        def launch(a: Any, b: Any, out: Any) -> None:
+            torch.mm(a, b, out=out)
+
+        return Prepared(launch)
+
+
+@dataclass
+class CublasLt:
+    """cuBLASLt, the fastest of the algorithms its heuristic proposes for the shape."""
+
+    name: str = "cublaslt"
+    label: str = "cuBLASLt, best of its proposals"
+    kind: str = "peer"
+    accumulate: str = "fp32"
+
+    def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
+        from perf import cublaslt
+
+        try:
+            plan = cublaslt.Plan(shape, layout)
+        except cublaslt.Unavailable as error:
+            raise Skip(str(error)) from error
+        candidates = [(f"proposal {i}", functools.partial(plan.launch, i)) for i in range(plan.count)]
+        launch, details = best_of(candidates, operands, seconds)
+        return Prepared(launch, {**details, "version": plan.version})
+
+
+@dataclass
+class Quack:
+    """quack's Hopper GEMM in the same DSL, the best of a few configurations of its own space."""
+
+    name: str = "quack"
+    label: str = "quack"
+    kind: str = "peer"
+    accumulate: str = "fp32"
+
+    def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
+        try:
+            from quack.gemm_config import GemmConfig
+            from quack.gemm_interface import gemm_tuned
+        except ImportError as error:
+            raise Skip(f"quack-kernels is not installed ({error})") from error
+
+        # (tile M, tile N, pingpong, cluster M, cluster N, raster group, operands swapped): the configurations
+        # that led at large sizes in burst and under sustained load, and swapped ones for few rows.
+        tiles = [
+            (128, 192, True, 2, 1, 8, False),
+            (128, 256, False, 2, 1, 8, False),
+            (256, 192, False, 2, 1, 8, False),
+            (256, 208, False, 2, 1, 4, False),
+        ]
+        if shape.m <= 128:
+            tiles = [(128, 128, True, 1, 2, 8, False), (128, 128, True, 2, 1, 8, True), (192, 128, True, 2, 1, 8, True)]
+        candidates = []
+        for tile_m, tile_n, pingpong, cluster_m, cluster_n, group, swap in tiles:
+            config = GemmConfig(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                pingpong=pingpong,
+                is_dynamic_persistent=False,
+                cluster_m=cluster_m,
+                cluster_n=cluster_n,
+                max_swizzle_size=group,
+                swap_ab=swap,
+            )
+
+            def launch(a: Any, b: Any, out: Any, config: Any = config) -> None:
+                gemm_tuned.fn(a, b, out, config=config)
+
+            label = f"{tile_m}x{tile_n}{' pingpong' if pingpong else ''} cluster {cluster_m}x{cluster_n} group {group}"
+            candidates.append((label + (" swapped" if swap else ""), launch))
+        launch, details = best_of(candidates, operands, seconds)
+        return Prepared(launch, details)
+
+
+@dataclass
+class Triton:
+    """A persistent matmul in Triton whose loads and stores go through TMA, best of a few block shapes."""
+
+    name: str = "triton"
+    label: str = "Triton, persistent, TMA"
+    kind: str = "peer"
+    accumulate: str = "fp32"
+
+    def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
+        try:
+            from perf import triton_kernels
+        except ImportError as error:
+            raise Skip(f"triton is not installed, or has no tensor descriptors ({error})") from error
+        candidates = [
+            (str(blocks), functools.partial(triton_kernels.matmul, blocks=blocks))
+            for blocks in triton_kernels.CANDIDATES
+        ]
+        launch, details = best_of(candidates, operands, seconds)
+        return Prepared(launch, details)
+
+
+@dataclass
+class Operators:
+    """NVIDIA's CUTLASS operators package, the best of the first operators it finds for the operands."""
+
+    name: str = "operators"
+    label: str = "CUTLASS operators"
+    kind: str = "peer"
+    accumulate: str = "fp32"
+    most: int = 6
+
+    def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
+        try:
+            import cutlass.operators as ops
+        except ImportError as error:
+            raise Skip(f"nvidia-cutlass-operators is not installed ({error})") from error
+        import torch
+
+        def arguments(a: Any, b: Any, out: Any) -> Any:
+            return ops.GemmArguments(A=a, B=b, out=out, accumulator_type=torch.float32)
+
+        first = arguments(operands.a, operands.b, operands.out)
+        found = ops.get_operators(first, target_sm=ops.utils.device.device_or_env_target_sm())
+        if not found:
+            raise Skip("the package has no operator for these operands on this GPU")
+        candidates = []
+        for operator in found[: self.most]:
+            compiled = operator.compile(first)
+
+            def launch(a: Any, b: Any, out: Any, operator: Any = operator, compiled: Any = compiled) -> None:
+                stream = torch.cuda.current_stream()
+                operator.run(arguments(a, b, out), compiled, stream=stream, assume_supported_args=True)
+
+            candidates.append((operator.metadata.operator_name, launch))
+        launch, details = best_of(candidates, operands, seconds)
+        return Prepared(launch, details)
+
+
+PEERS: dict[str, Callable[[], Any]] = {
+    "cublas": Cublas,
+    "cublaslt": CublasLt,
+    "quack": Quack,
+    "triton": Triton,
+    "operators": Operators,
+}
+
+
+def build(variants: Sequence[str], peers: Sequence[str], configs: dict[str, str], gpu: str) -> list[Any]:
+    """Contenders: variants in the order given, then peers. Raises ValueError for an unknown peer or variant."""
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        raise ValueError(f"peers must be of {', '.join(PEERS)}; got {', '.join(unknown)}")
+    # NOTE: variants first. Importing quack changes the DSL's tensor classes for the whole process, so nothing of
+    # ours may be traced after it.
+    return [
+        *(VariantContender(name, configs.get(name), gpu) for name in variants),
+        *(PEERS[name]() for name in peers),
+    ]
