@@ -17,6 +17,7 @@ import cutlass.cute as cute
 import numpy as np
 import pytest
 import torch
+from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import from_dlpack, make_fake_stream, make_fake_tensor
 
@@ -391,18 +392,15 @@ def test_memory_given_beside_the_arguments():
     assert host.Memory(launch.allocations).find(extra.data_ptr()).label == "workspace"
 
 
-def compiled_for_ffi(keep_ptx: bool = True):
+def compiled_for_ffi(dump_folder: Path, keep_ptx: bool = True):
     fake = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
-    options = (cute.GPUArch("sm_90a"), cute.KeepPTX(keep_ptx), cute.EnableTVMFFI(True))
+    options = (cute.GPUArch("sm_90a"), cute.KeepPTX(keep_ptx), cute.EnableTVMFFI(True), DumpDir(str(dump_folder)))
     return cute.compile[options](scale, fake, fake, 1.0, 2, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 @pytest.fixture(scope="module")
 def ffi_function(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.chdir(tmp_path_factory.mktemp("dump"))
-    yield compiled_for_ffi()
-    patch.undo()
+    return compiled_for_ffi(tmp_path_factory.mktemp("dump"))
 
 
 def test_an_exported_ffi_object_runs_without_compiling_again(ffi_function, tmp_path):
@@ -453,10 +451,9 @@ def test_program_of_what_it_is_given(ffi_function, tmp_path):
     assert host.Program.of(scale, *arguments).run(*arguments)
 
 
-def test_compiled_without_ptx_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_compiled_without_ptx_is_an_error(tmp_path):
     with pytest.raises(host.HostError, match="kept no PTX"):
-        host.Program.of(compiled_for_ffi(keep_ptx=False))
+        host.Program.of(compiled_for_ffi(tmp_path, keep_ptx=False))
 
 
 def test_objects_that_are_not_programs(tmp_path):
