@@ -249,8 +249,9 @@ def test_gantt_shows_rows_and_facts():
     timeline = ring(ROUND, 2, 4).timeline()
     text = timeline.gantt(width=80)
     lines = text.splitlines()
-    assert [line.split("|")[0].strip() for line in lines[:4]] == ["load stage 0", "load stage 1", "tensor", "wait"]
-    assert {len(line) for line in lines[:4]} == {80}
+    labels = ["load stage 0", "load stage 1", "tensor", "waits: full stage", "waits: tensor"]
+    assert [line.split("|")[0].strip() for line in lines[:5]] == labels
+    assert {len(line) for line in lines[:5]} == {80}
     assert "cycles" in text and "3 of 4 loads" in text
     tensor_row = lines[2].split("|")[1]
     assert tensor_row[0] == " " and "█" in tensor_row, "idle while the first stage loads, busy later"
@@ -275,6 +276,7 @@ def test_stacked_svg_has_one_axis_and_no_references():
     assert bars(svg, "load")[0][0] == bars(svg, "load")[4][0]
     scale = {round((hi - lo) / cycles, 6) for (lo, hi), cycles in zip(bars(svg, "tensor"), [400.0] * 8, strict=True)}
     assert max(scale) - min(scale) < 1e-4
+    assert bars(stacked_svg([("V2", v2)], kinds=("load",)), "tensor") == []
     assert "prefers-color-scheme: dark" in svg and "V1 &lt;serial&gt;" in svg
     assert not re.search(r"(href|url\(|@import|<script)", svg)
     with pytest.raises(ValueError, match="panels"):
@@ -296,7 +298,7 @@ def test_chrome_trace_is_loadable_and_in_microseconds(tmp_path):
     trace = json.loads(path.read_text())["traceEvents"]
     spans = [entry for entry in trace if entry["ph"] == "X"]
     names = {entry["args"]["name"] for entry in trace if entry["ph"] == "M" and entry["name"] == "thread_name"}
-    assert names == {"load stage 0", "load stage 1", "tensor", "wait load+mma"}
+    assert names == {"load stage 0", "load stage 1", "tensor", "load+mma waits: full stage", "load+mma waits: tensor"}
     first = min((entry for entry in spans if entry["cat"] == TENSOR), key=lambda entry: entry["ts"])
     assert (first["ts"], first["dur"]) == (7.0, 4.0) and first["name"] == "wgmma[0] #0"
     assert first["args"]["source"] == "ring.py:4"

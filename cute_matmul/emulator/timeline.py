@@ -550,6 +550,7 @@ def tensor_share(events: Iterable[Event], cta: int = 0) -> float:
 # --- Drawing -----------------------------------------------------------------------------------------------
 
 _SHADES = " ░▒▓█"
+_AWAITED = {"full": "full stage", "empty": "empty stage", "wgmma.wait": "tensor", "bulk.wait": "store"}
 
 
 @dataclass(frozen=True)
@@ -570,7 +571,7 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
     def rows(self, cta: int = 0) -> list[tuple[str, str, list[Event]]]:
-        """(label, kind, events) of one CTA: loads by stage, tensor work by role, stores, waits by role."""
+        """(label, kind, events) of one CTA: loads by stage, tensor work, stores, waits by role and what for."""
         table: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
         rank = {LOAD: 0, TENSOR: 1, STORE: 2, WAIT: 3, SYNC: 3}
         groups = {event.role for event in self.events if event.cta == cta and event.kind == TENSOR}
@@ -590,7 +591,7 @@ class Timeline:
             elif event.kind == STORE:
                 label = "store"
             else:
-                label = f"wait {event.role}".rstrip()
+                label = f"{event.role} waits: {_AWAITED.get(event.what, event.what)}".lstrip()
                 if event.agent != speaker[event.role]:
                     continue
             table[rank[event.kind], label, WAIT if event.kind == SYNC else event.kind].append(event)
@@ -702,18 +703,23 @@ def _tick_step(span: float, ticks: int) -> float:
 
 
 def stacked_svg(
-    panels: Sequence[tuple[str, Timeline]], cta: int = 0, width: int = 960, until: float | None = None
+    panels: Sequence[tuple[str, Timeline]],
+    cta: int = 0,
+    width: int = 960,
+    until: float | None = None,
+    kinds: Sequence[str] = (LOAD, TENSOR, STORE, WAIT),
 ) -> str:
     """Timelines under one another on one time axis, as an SVG document without external references.
 
     panels: (title, timeline), drawn from top to bottom, each from the start of its own CTA `cta`. until crops the
-    axis, in cycles. Colours follow the reader's light or dark scheme; every bar has a tooltip with its facts.
+    axis, in cycles; kinds selects rows. Colours follow the reader's light or dark scheme; every bar has a tooltip
+    with its facts.
     """
     if not panels:
         raise ValueError("panels: expected at least one (title, timeline), got none")
     drawn = []
     for title, timeline in panels:
-        rows = timeline.rows(cta)
+        rows = [row for row in timeline.rows(cta) if row[1] in kinds]
         origin = min((event.start for _, _, events in rows for event in events), default=0.0)
         drawn.append((title, timeline, [(label, kind, events) for label, kind, events in rows], origin))
     span = max((e.end - origin for _, _, rows, origin in drawn for _, _, events in rows for e in events), default=1.0)
@@ -767,12 +773,11 @@ def stacked_svg(
     body.append(f'<text class="tick" x="8" y="{bottom + 14:.0f}">cycles</text>')
     legend_x = float(gutter)
     legend_y = bottom + 34
-    for kind, meaning in (
-        (LOAD, "load in flight"),
-        (TENSOR, "tensor cores busy"),
-        (STORE, "store"),
-        (WAIT, "warp waits"),
-    ):
+    meanings = {LOAD: "load in flight", TENSOR: "tensor cores busy", STORE: "store", WAIT: "warp waits"}
+    present = {kind for _, _, rows, _ in drawn for _, kind, _ in rows}
+    for kind, meaning in meanings.items():
+        if kind not in present:
+            continue
         body.append(f'<rect class="{kind}" x="{legend_x:.0f}" y="{legend_y - 10:.0f}" width="12" height="12" rx="2"/>')
         body.append(f'<text x="{legend_x + 18:.0f}" y="{legend_y:.0f}">{meaning}</text>')
         legend_x += 40 + 7 * len(meaning)
