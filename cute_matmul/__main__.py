@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cute_matmul import harness, registry
 
@@ -69,6 +71,14 @@ def diff_variants(arguments: argparse.Namespace) -> int:
     return harness.OK
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    """Measure the ladder beside other matmuls: `perf/run.py` of this checkout, with the arguments that follow."""
+    runner = Path(__file__).resolve().parent.parent / "perf" / "run.py"
+    if not runner.is_file():
+        raise harness.Refused(f"bench needs a checkout of the project, which has {runner}; this is an installed copy")
+    return subprocess.run([sys.executable, str(runner), *arguments.rest], check=False).returncode
+
+
 def _inspection(name: str, arguments: argparse.Namespace):
     from cute_matmul.compile import compile_kernel
     from cute_matmul.inspection import inspect
@@ -99,6 +109,9 @@ def parser() -> argparse.ArgumentParser:
     harness.add_arguments(sub)
     sub.set_defaults(command=lambda arguments: harness.run(arguments.variant, arguments))
 
+    sub = commands.add_parser("bench", help="measure the ladder beside other matmuls (perf/run.py)", add_help=False)
+    sub.set_defaults(command=bench)
+
     sub = commands.add_parser("inspect", help="registers, shared memory, CTAs per SM, instruction counts")
     sub.add_argument("variants", nargs="+", metavar="variant", help="names that `list` shows")
     sub.add_argument("--config", metavar="TILE", help="such as 128x128x64,stages=3 (default: the variant's)")
@@ -120,7 +133,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = parser().parse_args(argv)
+    top = parser()
+    arguments, rest = top.parse_known_args(argv)
+    if arguments.command is bench:
+        arguments.rest = rest
+    elif rest:
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
     return harness.guarded(arguments.command, arguments)
 
 

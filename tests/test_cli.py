@@ -84,7 +84,7 @@ def test_refusals_are_a_message_and_status_2(capsys, arguments, message):
     assert err.startswith("error: ") and message in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["run", "v2", "--a-major", "n"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["run", "v2", "--a-major", "n"], ["list", "--m", "3"]])
 def test_usage_errors_are_argparse_s(capsys, arguments):
     with pytest.raises(SystemExit) as raised:
         cli.main(arguments)
@@ -184,6 +184,19 @@ def test_same_bits_tells_zeros_and_nans_apart():
     x = torch.tensor([0.0, float("nan"), 1.0], dtype=torch.float16)
     assert harness.same_bits(x, x.clone())
     assert not harness.same_bits(x, torch.tensor([-0.0, float("nan"), 1.0], dtype=torch.float16))
+
+
+def test_bench_passes_its_arguments_on():
+    done = command("cute_matmul", "bench", "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: perf/run.py") and "--suite" in done.stdout
+    done = command("cute_matmul", "bench", "--suite", "none")
+    assert done.returncode == 2 and "--suite: invalid choice: 'none'" in done.stderr
+
+
+def test_bench_of_an_installed_copy_says_what_it_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cute_matmul" / "__main__.py"))
+    status, _, err = call(capsys, "bench")
+    assert status == harness.REFUSED and "bench needs a checkout of the project" in err
 
 
 # diff
