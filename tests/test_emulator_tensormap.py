@@ -288,6 +288,15 @@ def test_footprints_are_exactly_what_a_store_writes(seed):
     for row in plan.row_addresses:
         footprint[row - 4096 : row - 4096 + plan.row_bytes] = True
     np.testing.assert_array_equal(memory.data == 255, footprint)
+
+    shared[...] = np.arange(len(shared)) % 251
+    tensormap.store(memory, tensor_map, coordinates, address, shared)
+    rebuilt = np.zeros(len(memory.data), np.uint8)
+    offsets, addresses, sizes = plan.runs
+    for offset, where, size in zip(offsets, addresses, sizes, strict=True):
+        rebuilt[where - 4096 : where - 4096 + size] = shared[offset : offset + size]
+    np.testing.assert_array_equal(rebuilt, np.where(footprint, memory.data, 0))
+    assert sizes.sum() == footprint.sum()
     assert plan.clipped == (footprint.sum() != tensor_map.box_bytes)
 
 

@@ -92,9 +92,37 @@ class BoxPlan:
     row_bytes: int
     chunk_offsets: np.ndarray
     clipped: bool
-    _first: tuple[int, ...]
-    _count: tuple[int, ...]
+    _first: tuple[int, ...]  # per dimension, the first element inside the tensor,
+    _count: tuple[int, ...]  # how many are inside,
+    _taken: tuple[int, ...]  # and how many the box has
+    _itemsize: int
     _address: int
+
+    @functools.cached_property
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The part inside the tensor as stretches that are contiguous in shared and in global memory.
+
+        int64 (n,) each: offset from the shared address, global address, bytes. A stretch lies in one swizzled
+        16-byte chunk, or in several that stay neighbours.
+        """
+        if not len(self.row_addresses):
+            return (np.zeros(0, np.int64),) * 3
+        low = self._first[0] * self._itemsize
+        chunks = np.arange(low // CHUNK, -(-(low + self.row_bytes) // CHUNK), dtype=np.int64)
+        start = np.maximum(chunks * CHUNK, low)
+        nbytes = np.minimum(chunks * CHUNK + CHUNK, low + self.row_bytes) - start
+        rows = np.zeros(1, dtype=np.int64)  # of the box, in the order of row_addresses
+        pitch = 1
+        for first, count, taken in zip(self._first[1:], self._count[1:], self._taken[1:], strict=True):
+            rows = ((np.arange(first, first + count) * pitch)[:, None] + rows[None, :]).reshape(-1)
+            pitch *= taken
+        per_row = self._taken[0] * self._itemsize // CHUNK
+        shared = (self.chunk_offsets[rows[:, None] * per_row + chunks] + (start - chunks * CHUNK)).reshape(-1)
+        address = (self.row_addresses[:, None] + (start - low)).reshape(-1)
+        nbytes = np.broadcast_to(nbytes, (len(rows), len(chunks))).reshape(-1)
+        joins = (shared[1:] == shared[:-1] + nbytes[:-1]) & (address[1:] == address[:-1] + nbytes[:-1])
+        begins = np.flatnonzero(np.concatenate(([True], ~joins)))
+        return shared[begins], address[begins], np.add.reduceat(nbytes, begins)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +315,8 @@ def _plan_cached(tensor_map: TensorMap, coordinates: tuple[int, ...], phase: int
         clipped=tuple(count) != tensor_map.taken,
         _first=tuple(first),
         _count=tuple(count),
+        _taken=tensor_map.taken,
+        _itemsize=tensor_map.itemsize,
         _address=address,
     )
 
