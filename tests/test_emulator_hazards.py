@@ -154,7 +154,7 @@ def ring(
     everybody = np.arange(4)
     for k in range(k_tiles):
         i = k % stages
-        if s.hz._bar_pending[s.hz._bars.slot[0, bars[i]]] <= 0:
+        if s.hz.barriers.state["pending"][s.hz.barriers.slot(0, bars[i])] <= 0:
             s.complete(bars[i])
         if wait_full:
             s.wait(0, bars[i])
