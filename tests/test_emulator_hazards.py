@@ -740,6 +740,26 @@ def test_masked_lanes_do_not_count():
     assert kinds(s) == set()
 
 
+def test_addresses_and_masks_may_be_broadcast():
+    s = Script()
+    mask = np.zeros((1, 32), bool)
+    mask[0, 5] = True
+    two = np.array([0, 1])
+    s.hz.shared(two, s.src("st"), np.array([[DATA], [DATA + 4]]), 4, mask, write=True)
+    assert kinds(s) == set()
+    s.hz.shared(two, s.src("st 2"), np.array([[DATA + 4], [DATA + 8]]), 4, None, write=True)
+    (hazard,) = s.finish()
+    assert (hazard.kind, hazard.here.warps, hazard.there.warps) == ("data-race", (0,), (1,))
+
+
+def test_addresses_beyond_the_window_are_left_to_the_interpreter():
+    s = Script(smem=4096)
+    s.store("st", 0, 4096 - 64)
+    s.hz.cp_async(np.array([0]), s.src("cp"), np.array([[4094, -4]]), 4, None, np.array([[0, 0]]))
+    s.load("ld", 0, 4096 - 64, lanes=16)
+    assert kinds(s) == set()
+
+
 def test_uninitialised_shared_memory():
     s = Script()
     s.store("st", 0, DATA, lanes=16)

@@ -41,13 +41,27 @@ __all__ = ["RULES", "Hazard", "HazardEngine", "Site"]
 QUEUE_LIMIT = 1 << 14
 
 
-def _selected(addr: np.ndarray, mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The addresses (m,) of (n, L) that count, copied, the agent index of each, and their positions (None: all)."""
-    n, lanes = addr.shape
-    if mask is None:
-        return addr.reshape(-1).astype(np.int64), np.repeat(np.arange(n), lanes), None
-    picked = np.flatnonzero(mask)
-    return addr.reshape(-1)[picked].astype(np.int64, copy=False), picked // lanes, picked
+def _selected(
+    n: int, addr: np.ndarray, mask: np.ndarray | None, end: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The addresses (m,) that count, the agent index of each, and their positions in (n, L) (None: all).
+
+    `addr` and `mask` are (n, L) or broadcast to it. Addresses from `end` on, or negative, do not count: the interpreter
+    reports those. The result is a copy.
+    """
+    lanes = addr.shape[1] if mask is None else max(addr.shape[1], mask.shape[1])
+    flat = addr.reshape(-1) if addr.shape == (n, lanes) else np.broadcast_to(addr, (n, lanes)).reshape(-1)
+    picked = None
+    if mask is not None:
+        picked = np.flatnonzero(mask if mask.shape == (n, lanes) else np.broadcast_to(mask, (n, lanes)))
+        flat = flat[picked]
+    flat = flat.astype(np.int64)
+    if end is not None and len(flat) and (flat.max() >= end or flat.min() < 0):
+        inside = np.flatnonzero((flat >= 0) & (flat < end))
+        picked = inside if picked is None else picked[inside]
+        flat = flat[inside]
+    rows = np.repeat(np.arange(n), lanes) if picked is None else picked // lanes
+    return flat, rows, picked
 
 
 def _runs(addr: np.ndarray, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray, int | np.ndarray]:
@@ -239,7 +253,7 @@ class HazardEngine:
         Returns:
             With `taint`: (n, L) bool, the addresses with bytes that nobody wrote, or None if there are none.
         """
-        flat, rows, picked = _selected(addr, mask)
+        flat, rows, picked = _selected(len(agents), addr, mask, self.smem.shadow.nbytes - size + 1)
         if not len(flat):
             return None
         strong = sem != "weak"
@@ -247,7 +261,8 @@ class HazardEngine:
             self._defer(("shared", size, write), (agents, src, flat, rows), len(flat))
             return None
         self._flush()
-        n, lanes = addr.shape
+        n = len(agents)
+        lanes = addr.shape[1] if mask is None else max(addr.shape[1], mask.shape[1])
         owner = agents[rows] // self.warps_per_cta
         if cta is not None:
             owner = np.broadcast_to(cta if cta.ndim == 2 else cta[:, None], (n, lanes)).reshape(-1)
@@ -290,7 +305,7 @@ class HazardEngine:
         scope: str = "gpu",
     ) -> None:
         """Ordinary access to global memory; arguments as for `shared`, addresses absolute."""
-        flat, rows, _ = _selected(addr, mask)
+        flat, rows, _ = _selected(len(agents), addr, mask)
         if not len(flat):
             return
         strong = sem != "weak"
@@ -403,14 +418,16 @@ class HazardEngine:
 
         `src_bytes` (n, L) is how much of the source is read (the rest is filled with zeros); None for all.
         """
-        flat, rows, picked = _selected(dst, mask)
+        n = len(agents)
+        flat, rows, picked = _selected(n, dst, mask, self.smem.shadow.nbytes - size + 1)
         if not len(flat):
             return
+        shape = (n, dst.shape[1] if mask is None else max(dst.shape[1], mask.shape[1]))
         every = slice(None) if picked is None else picked
-        source = src_addr.reshape(-1)[every].astype(np.int64)
+        source = np.broadcast_to(src_addr, shape).reshape(-1)[every].astype(np.int64)
         amount = np.full(len(flat), size, np.int64)
         if src_bytes is not None:
-            amount = src_bytes.reshape(-1)[every].astype(np.int64)
+            amount = np.broadcast_to(src_bytes, shape).reshape(-1)[every].astype(np.int64)
         self._defer(("cp.async", size, True), (agents, src, flat, rows, source, amount), len(flat))
 
     def _enter_cp_async(
