@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import struct
@@ -22,6 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import from_dlpack, make_fake_stream, make_fake_tensor
 
 from cute_matmul.emulator import host
+from cute_matmul.emulator.operands import Operands, capsule_tensor
 from cute_matmul.emulator.tensormap import TensorMap
 
 
@@ -462,6 +464,35 @@ def test_objects_that_are_not_programs(tmp_path):
     library = np._core._multiarray_umath.__file__
     with pytest.raises(host.HostError, match="defines 0 TVM-FFI functions"):
         host.Program.from_object(library, "")
+
+
+def test_ptx_of_another_architecture_is_refused(ffi_function, tmp_path):
+    ffi_function.export_to_c(object_file_path=str(tmp_path / "scale.o"), function_name="scale")
+    for target in ("sm_100a", "sm_120", "sm_80a"):
+        with pytest.raises(host.HostError, match=rf"\.target {target}, the emulator runs sm_90a"):
+            host.Program.from_object(
+                tmp_path / "scale.o", ffi_function.__ptx__.replace(".target sm_90a", f".target {target}")
+            )
+    with pytest.raises(host.HostError, match="has no "):
+        host.Program.from_object(tmp_path / "scale.o", "")
+    for target in ("sm_80", "sm_90"):
+        ptx = ffi_function.__ptx__.replace(".target sm_90a", f".target {target}")
+        assert host.Program.from_object(tmp_path / "scale.o", ptx).run(torch.zeros(64), torch.zeros(64), 1.0)
+
+
+def test_cute_tensors_over_device_memory_are_refused():
+    source = from_dlpack(torch.zeros(32))
+    operands = Operands()
+    operands.convert(source, "source")  # now described as device memory, by the emulator itself
+    operands.convert(source, "source")
+    operands.restore()
+    device_type = ctypes.c_int32.from_address(capsule_tensor(source._dlpack_data) + 8)
+    device_type.value = 2
+    with pytest.raises(TypeError, match="argument source: a CuTe tensor over device memory"):
+        host.Program.compile(scale, source, torch.zeros(32), 1.0, 1, host.stream())
+    device_type.value = 1
+    host.Program.compile(scale, source, torch.zeros(32), 1.0, 1, host.stream())
+    assert device_type.value == 1
 
 
 def test_another_release_of_the_dsl_is_refused(monkeypatch):

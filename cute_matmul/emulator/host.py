@@ -13,6 +13,7 @@ import ctypes
 import functools
 import importlib.metadata
 import inspect
+import re
 import struct
 import tempfile
 import threading
@@ -67,6 +68,10 @@ class Program:
         self.host_object = host_object
         self.ptx = ptx
         self.name = name
+        target = re.search(r"^\.target\s+sm_(\d+)(\w*)", ptx, re.M)
+        if target is None or int(target[1]) > 90 or (target[2] and target[1] != "90"):
+            found = target[0] if target else "no .target"
+            raise HostError(f"the PTX of {name} has {found}, the emulator runs {ARCH} and what Hopper runs too")
         self.signatures = kernel_signatures(ptx)
         self._engine: Any = None
         self._lock = threading.Lock()

@@ -18,6 +18,8 @@ import numpy as np
 _DL_CPU = 1  # DLDeviceType (DLPack)
 _DL_CUDA = 2
 
+_described_as_device: set[int] = set()  # addresses of the DLPack device types that `Operands` changed
+
 
 class OutOfBounds(IndexError):
     """An access to global memory outside every allocation.
@@ -231,7 +233,7 @@ class Operands:
             cute_tensor.element_type = dtypes[tensor.dtype]
         if tensor.dim():
             cute_tensor.mark_layout_dynamic()
-        self._as_device(cute_tensor)
+        self._as_device(cute_tensor, where)
         storage = tensor.untyped_storage()
         view = View(
             where,
@@ -245,7 +247,7 @@ class Operands:
         return cute_tensor
 
     def _cute_tensor(self, tensor: Any, where: str) -> None:
-        self._as_device(tensor)
+        self._as_device(tensor, where)
         shape = tuple(tensor.shape)
         stride = tuple(tensor.stride)
         bits = tensor.element_type.width
@@ -257,22 +259,29 @@ class Operands:
         self._ranges.append((tensor.data_ptr, reach * itemsize, View(where, 0, shape, stride, itemsize)))
         self.keep.append(tensor)
 
-    def _as_device(self, tensor: Any) -> None:
+    def _as_device(self, tensor: Any, where: str) -> None:
         """Describe a CuTe tensor over CPU memory as device memory, until `restore`."""
         device_type = ctypes.c_int32.from_address(capsule_tensor(tensor._dlpack_data) + 8)
         if device_type.value == _DL_CPU:
-            device_type.value = _DL_CUDA
             self._device_types.append(device_type)
+            self.as_device_again()
+        elif ctypes.addressof(device_type) not in _described_as_device:
+            raise TypeError(
+                f"argument {where}: a CuTe tensor over device memory (DLPack device type {device_type.value}), "
+                "accepted are CuTe tensors over CPU memory"
+            )
 
     def restore(self) -> None:
         """Describe the tensors as CPU memory again."""
         for device_type in self._device_types:
             device_type.value = _DL_CPU
+            _described_as_device.discard(ctypes.addressof(device_type))
 
     def as_device_again(self) -> None:
         """Undo `restore`."""
         for device_type in self._device_types:
             device_type.value = _DL_CUDA
+            _described_as_device.add(ctypes.addressof(device_type))
 
     def allocations(self, extra: Sequence[tuple[str, Any]]) -> tuple[Allocation, ...]:
         """One `Allocation` per storage: overlapping ranges are one."""
