@@ -79,6 +79,13 @@ def bench(arguments: argparse.Namespace) -> int:
     return subprocess.run([sys.executable, str(runner), *arguments.rest], check=False).returncode
 
 
+def tune(arguments: argparse.Namespace) -> int:
+    """Find and remember the fastest configurations, see `cute_matmul.tuner`."""
+    from cute_matmul import tuner
+
+    return tuner.main(arguments.rest)
+
+
 def _inspection(name: str, arguments: argparse.Namespace):
     from cute_matmul.compile import compile_kernel
     from cute_matmul.inspection import inspect
@@ -112,6 +119,9 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("bench", help="measure the ladder beside other matmuls (perf/run.py)", add_help=False)
     sub.set_defaults(command=bench)
 
+    sub = commands.add_parser("tune", help="time a variant's configurations, remember the best", add_help=False)
+    sub.set_defaults(command=tune)
+
     sub = commands.add_parser("inspect", help="registers, shared memory, CTAs per SM, instruction counts")
     sub.add_argument("variants", nargs="+", metavar="variant", help="names that `list` shows")
     sub.add_argument("--config", metavar="TILE", help="such as 128x128x64,stages=3 (default: the variant's)")
@@ -135,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     top = parser()
     arguments, rest = top.parse_known_args(argv)
-    if arguments.command is bench:
+    if arguments.command in (bench, tune):  # these parse their arguments themselves
         arguments.rest = rest
     elif rest:
         top.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -199,6 +199,14 @@ def test_bench_of_an_installed_copy_says_what_it_needs(capsys, monkeypatch, tmp_
     assert status == harness.REFUSED and "bench needs a checkout of the project" in err
 
 
+def test_tune_passes_its_arguments_on(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["tune", "--help"])
+    assert raised.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m cute_matmul tune") and "--shape" in out
+
+
 # diff
 
 OLD = '''"""V7: one.

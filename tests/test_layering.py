@@ -15,6 +15,7 @@ LAYERS = (
     ("harness", "difference"),
     ("inspection",),
     ("launch",),
+    ("tuner",),
     ("compile",),
     ("registry",),
     ("variants",),
