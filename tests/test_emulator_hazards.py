@@ -577,6 +577,27 @@ def test_registers_after_the_wait_and_before_the_next_fence():
             assert (found[0].here.line, found[0].there.line) == ("wgmma 2", "scale")
 
 
+def test_constants_may_be_moved_in_after_the_fence():
+    """As the DSL's persistent kernels do; a computed value may not."""
+    for constant in (True, False):
+        s = Script()
+        s.store("st", np.arange(4), DATA + 512 * np.arange(4), size=16, stride=16)
+        s.hz.fence(np.arange(4), s.src("fence"), "proxy.async")
+        s.sync()
+        everybody = np.arange(4)
+        s.hz.registers(everybody, s.src("epilogue of the tile before"), reads=(0,))
+        s.hz.wgmma_fence(everybody)
+        if constant:
+            s.hz.fresh_registers(everybody, s.src("mov 0"), (9,))
+        else:
+            s.hz.registers(everybody, s.src("add"), writes=(9,))
+        s.hz.move_registers(everybody, (0,), (9,))
+        s.wgmma(0, [(DATA, TILE)], acc=(0,))
+        assert kinds(s) == (set() if constant else {"missing-wgmma-fence"})
+        s.hz.fresh_registers(everybody, s.src("mov 0 again"), (0,))
+        assert "accumulator-in-flight" in kinds(s)
+
+
 def test_a_registers_may_not_be_rewritten_in_flight():
     s = Script()
     s.store("st", np.arange(4), DATA + 512 * np.arange(4), size=16, stride=16)

@@ -697,6 +697,10 @@ class HazardEngine:
         """An instruction other than WGMMA names registers that some WGMMA uses (not a plain move between such)."""
         self.groups.touch(agents, src, (*reads, *writes))
 
+    def fresh_registers(self, agents: np.ndarray, src: int, registers: Sequence[int]) -> None:
+        """A plain move sets registers that some WGMMA uses to a constant."""
+        self.groups.fresh(agents, src, registers)
+
     def move_registers(self, agents: np.ndarray, dst: Sequence[int], src: Sequence[int]) -> None:
         """A plain move renames a register: its state goes with it."""
         self.groups.move(agents, dst, src)

@@ -96,24 +96,37 @@ class WarpGroups:
 
     def touch(self, agents: np.ndarray, src: int, registers: Sequence[int]) -> None:
         """Another instruction reads or writes these registers."""
-        ids = self._registers(registers)
-        at = (agents[:, None], ids)
-        pending = self._pending[at]
-        if pending.any():
-            row, register = np.argwhere(pending)[0]
-            agent = int(agents[row])
-            column = int(self.columns[agent % self.clocks.warps])
-            self.findings.add(
-                "accumulator-in-flight",
-                src,
-                [agent],
-                self.source[agent],
-                other_agents=self.conflicts.issuers.get((agent // self.clocks.warps, column), ()),
-                other_unit=f"WGMMA group {int(pending[row, register]) - 1}",
-                space="register",
-            )
+        at = (agents[:, None], self._registers(registers))
+        self._check_pending(agents, src, at)
         self._touched[at] = src
         self._dirty[agents] = True
+
+    def fresh(self, agents: np.ndarray, src: int, registers: Sequence[int]) -> None:
+        """A move sets these registers to a constant.
+
+        This is no access that a wgmma.fence must separate: the DSL's own code puts such moves between the fence
+        and the WGMMA, which is where the assembler gives the accumulators their registers.
+        """
+        at = (agents[:, None], self._registers(registers))
+        self._check_pending(agents, src, at)
+        self._touched[at] = -1
+
+    def _check_pending(self, agents: np.ndarray, src: int, at: tuple[np.ndarray, np.ndarray]) -> None:
+        pending = self._pending[at]
+        if not pending.any():
+            return
+        row, register = np.argwhere(pending)[0]
+        agent = int(agents[row])
+        column = int(self.columns[agent % self.clocks.warps])
+        self.findings.add(
+            "accumulator-in-flight",
+            src,
+            [agent],
+            self.source[agent],
+            other_agents=self.conflicts.issuers.get((agent // self.clocks.warps, column), ()),
+            other_unit=f"WGMMA group {int(pending[row, register]) - 1}",
+            space="register",
+        )
 
     def move(self, agents: np.ndarray, dst: Sequence[int], src: Sequence[int]) -> None:
         """A plain move renames registers: their state goes with them."""
