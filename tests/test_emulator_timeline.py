@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -10,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cute_matmul.emulator.hazards import HazardEngine
 from cute_matmul.emulator.latency import HOPPER, LatencyModel
 from cute_matmul.emulator.matrix import Mma, Wgmma
 from cute_matmul.emulator.timeline import (
@@ -219,6 +221,18 @@ def test_hazard_events_that_take_no_time_are_accepted():
     tracer.fence([0], 0, "proxy.async")
     tracer.registers([0], 0, reads=(1,), writes=())
     assert tracer.clock[0] == 0
+
+
+def test_tracer_takes_every_event_of_the_hazard_engine():
+    def accepted(method) -> set[str]:
+        return set(inspect.signature(method).parameters)
+
+    for name, method in inspect.getmembers(HazardEngine, inspect.isfunction):
+        if name.startswith("_") or name in ("finish", "bulk_store"):  # the end, and a store in other terms
+            continue
+        own = inspect.signature(getattr(Tracer, name)).parameters
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+        assert open_ended or accepted(method) <= set(own), name
 
 
 def test_record_limits_events_to_some_ctas():

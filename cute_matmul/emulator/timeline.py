@@ -358,7 +358,7 @@ class Tracer:
 
     # mbarrier ----------------------------------------------------------------------------------------------
 
-    def mbar_init(self, agents, src, cta, bar, count) -> None:
+    def mbar_init(self, agents, src, cta, bar, count=1) -> None:
         for key in self._pairs(cta, bar):
             self._barriers.pop(key, None)
             self._phase_count[key] = 0
@@ -413,7 +413,7 @@ class Tracer:
             self._advance(agent, times[key], SYNC, f"bar {number}", None)
             self.clock[agent] += self.model.barrier
 
-    def bar_sync(self, agents, barrier_id) -> None:
+    def bar_sync(self, agents, barrier_id=0) -> None:
         for row, number in zip(
             np.asarray(agents), np.broadcast_to(barrier_id, len(np.asarray(agents))).tolist(), strict=True
         ):
@@ -440,7 +440,8 @@ class Tracer:
     def _ignore(self, *args, **kwargs) -> None:
         """An event that takes no time of its own here."""
 
-    add_allocation = shared = global_ = fence = registers = move_registers = wgmma_fence = cta_exit = report = _ignore
+    add_allocation = shared = global_ = fence = registers = move_registers = fresh_registers = _ignore
+    wgmma_fence = cta_exit = report = _ignore
 
     # Result ------------------------------------------------------------------------------------------------
 
