@@ -30,7 +30,7 @@ class Blocks:
 
 CANDIDATES = (
     Blocks(128, 256, 64, 3, 8),
-    Blocks(128, 256, 64, 4, 8),
+    Blocks(256, 128, 64, 3, 8),
     Blocks(128, 128, 64, 4, 4),
     Blocks(128, 128, 64, 5, 8),
 )
