@@ -76,13 +76,13 @@ class CompiledKernel:
 
     @property
     def function(self) -> Any:
-        """The TVM-FFI function (a, b, out), loaded on first use. a is (M, K), b (N, K), out (M, N)."""
+        """The TVM-FFI function (a, b, out), loaded on first use. a is (M, K), b (K, N), out (M, N)."""
         if self._function is None:
             self._function = _load_object(self.object_code)
         return self._function
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch on torch's current stream: out (M, N) = a (M, K) @ b (N, K).T. CUDA tensors; nothing is checked."""
+        """Launch on torch's current stream: out (M, N) = a (M, K) @ b (K, N). CUDA tensors; nothing is checked."""
         self.function(a, b, out)
 
 
@@ -197,9 +197,9 @@ def _compile(module: ModuleType, config: TileConfig, facts: dict[str, str]) -> C
 
     element = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts["dtype"]]
 
-    def operand(k_major: bool) -> Any:
+    def operand(unit_dim: int) -> Any:
         stride = cute.sym_int64(divisibility=OPERAND_ALIGN * 8 // element.width)
-        strides = (stride, 1) if k_major else (1, stride)
+        strides = (1, stride) if unit_dim == 0 else (stride, 1)
         return make_fake_tensor(element, (cute.sym_int(), cute.sym_int()), strides, assumed_align=OPERAND_ALIGN)
 
     # Ordinary stores take any row stride and any aligned element; a variant that stores by TMA says what it needs.
@@ -213,12 +213,13 @@ def _compile(module: ModuleType, config: TileConfig, facts: dict[str, str]) -> C
             cute.KeepCUBIN(True),
             cute.GPUArch(ARCH),
             cute.EnableTVMFFI(True),
+            cute.GenerateLineInfo(True),
             DumpDir(scratch),
         )
         compiled = cute.compile[options](
             module.host,
-            operand(facts["a_major"] == "k"),
-            operand(facts["b_major"] == "k"),
+            operand(unit_dim=1 if facts["a_major"] == "k" else 0),
+            operand(unit_dim=0 if facts["b_major"] == "k" else 1),
             out,
             make_fake_stream(use_tvm_ffi_env_stream=True),
             config,
@@ -321,7 +322,7 @@ def _key(module: ModuleType, facts: dict[str, str]) -> str:
         **facts,
         "module": hashlib.sha256(source).hexdigest(),
         "package": __version__,
-        "options": f"{ARCH} tvm-ffi align={OPERAND_ALIGN}",
+        "options": f"{ARCH} tvm-ffi line-info align={OPERAND_ALIGN}",
         "dsl_environment": json.dumps(sorted(_dsl_environment().items())),
     }
     return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:40]

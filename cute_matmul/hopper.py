@@ -1,7 +1,7 @@
 """The DSL names that move between releases, wrapped once: tiled MMAs, shared-memory layouts, TMA atoms.
 
 Everything here takes and returns CuTe objects inside a trace; nothing launches or allocates on its own.
-Shapes follow the variants: A is (M, K), B is (N, K), C is (M, N).
+Shapes follow the variants' kernels: A is (M, K), B is (N, K), C is (M, N).
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 WGMMA_M = 64  # rows of D per warp group, fixed by the instruction (PTX ISA, wgmma.mma_async: m64nNk16)
 WGMMA_K = 16  # K extent of one 16-bit WGMMA
 BUFFER_ALIGN = 1024  # bytes: a 128-byte swizzle repeats every 8 rows of 128 bytes, and TMA counts from there
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The same elements with the two modes exchanged: B as torch has it, (K, N), becomes (N, K)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0]))
 
 
 def is_k_major(tensor: cute.Tensor) -> bool:

@@ -8,14 +8,17 @@ shapes and strides alone is worked out once per combination and remembered as a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import registry
 from .compile import OPERAND_ALIGN, CompiledKernel, check_config, compile_kernel
 from .config import TileConfig
+
+if TYPE_CHECKING:
+    from .emulator import Report
 
 BACKENDS = ("auto", "gpu", "emulator")
 HOPPER = (9, 0)
@@ -58,77 +61,101 @@ def matmul(
     Raises TypeError or ValueError naming the argument, `Unsupported` where the kernels refuse an operand that
     torch.matmul would take, RuntimeError where there is no Hopper GPU. All before anything is launched.
     """
-    entry = registry.default() if variant is None else registry.get(variant)
+    if out is None:
+        out = _allocate(a, b)
     try:
-        plan = _plans.get(
-            (entry.name, entry.module, config, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
+        key = (
+            variant or registry.default_name(),
+            registry.generation,
+            config,
+            a.dtype,
+            a.shape,
+            a.stride(),
+            b.dtype,
+            b.shape,
+            b.stride(),
+            out.dtype,
+            out.shape,
+            out.stride(),
         )
+        plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        plan = None  # not two plain tensors: _make_plan says what is wrong
-    if plan is None:
-        plan = _make_plan(a, b, entry, config)
-    a_ptr, b_ptr = a.data_ptr(), b.data_ptr()
-    if (a_ptr | b_ptr) % OPERAND_ALIGN and not plan.empty:
-        _check_alignment(a_ptr, b_ptr, a, b)
-    device = a.device
-    if b.device != device:
-        raise ValueError(f"b must be on a's device, {device}, got {b.device}")
-    if (a.requires_grad or b.requires_grad) and torch.is_grad_enabled():
-        name = "a" if a.requires_grad else "b"
+        key = plan = None  # something is not a plain tensor: _make_plan says what
+    if plan is None or type(out) is not torch.Tensor:
+        plan = _make_plan(a, b, out, variant, config)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    if (a_ptr | b_ptr) % OPERAND_ALIGN or out_ptr % plan.out_align:
+        _check_alignment(a, b, out, plan)
+    out_end = out_ptr + plan.out_nbytes
+    if (out_ptr < a_ptr + plan.a_nbytes and a_ptr < out_end) or (out_ptr < b_ptr + plan.b_nbytes and b_ptr < out_end):
+        _check_overlap(out, a, b)
+    if (a.requires_grad or b.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+        name = "a" if a.requires_grad else "b" if b.requires_grad else "out"
         raise Unsupported(
             f"{name} requires grad, and matmul has no backward yet; call it under torch.no_grad() or detach {name}"
         )
-    if out is None:
-        out = torch.empty(plan.out_shape, dtype=a.dtype, device=device)
-    try:
-        placed = plan.outs.get((out.dtype, out.shape, out.stride()))
-    except (AttributeError, TypeError, RuntimeError):
-        placed = None
-    if placed is None or type(out) is not torch.Tensor:
-        placed = _make_output(out, a, plan)
-    if out.device != device:
-        raise ValueError(f"out must be on a's device, {device}, got {out.device}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise Unsupported("out requires grad, and matmul has no backward; pass a tensor that does not")
-    out_ptr = out.data_ptr()
-    out_end = out_ptr + placed.nbytes
-    if (out_ptr < a_ptr + plan.a_nbytes and a_ptr < out_end) or (out_ptr < b_ptr + plan.b_nbytes and b_ptr < out_end):
-        _check_overlap(out, a, b)
-    if out_ptr % plan.out_align and not plan.empty:
-        raise Unsupported(
-            f"out must start at a multiple of {plan.out_align} bytes for variant {entry.name}, which stores it by "
-            f"TMA; got an address that is {out_ptr % plan.out_align} past one"
-        )
+    device = a.get_device()
+    if b.get_device() != device or out.get_device() != device:
+        _check_same_device(a, b, out)
 
-    if device.type == "cuda" and (backend == "auto" or backend == "gpu"):
+    if device >= 0 and (backend == "auto" or backend == "gpu"):
         if plan.empty:
             return out.zero_()
-        if device.index not in _hopper_devices:
+        if plan.function is None or device not in _hopper_devices:
             _check_device(device)
-        if placed.function is None:
-            placed.function = placed.kernel().function
-        if device.index != torch.cuda.current_device():
+            plan.function = plan.kernel().function
+        if _several_devices and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                placed.function(*placed.arguments(a, b, out))
+                plan.function(*plan.arguments(a, b, out))
+        elif plan.as_given:
+            plan.function(a, b, out)
         else:
-            placed.function(*placed.arguments(a, b, out))
+            plan.function(*plan.arguments(a, b, out))
         return out
-    if device.type == "cpu" and (backend == "auto" or backend == "emulator"):
-        if plan.empty:
-            return out.zero_()
-        report = _emulate(placed, a, b, out, insist=backend == "emulator")
-        if not report.ok:
-            raise RuntimeError(f"the emulator found faults in {entry.name} with config {plan.config}:\n{report}")
+    if device < 0 and (backend == "auto" or backend == "emulator"):
+        if backend == "auto":
+            _check_patience(plan)
+        report = _emulate(plan, a, b, out)
+        if report is not None and not report.ok:
+            raise RuntimeError(f"the emulator found faults in {plan.variant} with config {plan.config}:\n{report}")
         return out
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    wanted = {"gpu": "CUDA", "emulator": "CPU", "auto": "CUDA or CPU"}[backend]
-    raise ValueError(f"backend {backend!r} needs {wanted} tensors, got a on {device}")
+    wanted = {"gpu": "CUDA", "emulator": "CPU"}[backend]
+    raise ValueError(f"backend {backend!r} needs {wanted} tensors, got a on {a.device}")
+
+
+def emulate(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    variant: str | None = None,
+    config: TileConfig | str | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, Report | None]:
+    """matmul(..., backend="emulator") that also returns the emulator's report, and never raises for what it found.
+
+    options go to `cute_matmul.emulator.run` (schedule, seed, check, trace, ...). The report is None where there
+    was nothing to run: an extent of 0.
+    """
+    if out is None:
+        out = _allocate(a, b)
+    plan = _make_plan(a, b, out, variant, config)
+    _check_alignment(a, b, out, plan)
+    _check_overlap(out, a, b)
+    _check_same_device(a, b, out)
+    if a.device.type != "cpu":
+        raise ValueError(f"the emulator needs CPU tensors, got a on {a.device}")
+    return out, _emulate(plan, a, b, out, **options)
 
 
 @dataclass
 class _Plan:
-    """What follows from the operands' types, shapes and strides."""
+    """What follows from the types, shapes and strides of a, b and out."""
 
     variant: str
     config: TileConfig
@@ -137,49 +164,48 @@ class _Plan:
     b_major: str
     a_strides: tuple[int, int] | None  # strides to launch with where they differ from the tensor's
     b_strides: tuple[int, int] | None
-    a_nbytes: int  # from the first element to the last
+    out_strides: tuple[int, int] | None
+    a_nbytes: int  # from the first element to the end of the last
     b_nbytes: int
-    out_shape: tuple[int, int]
+    out_nbytes: int
     out_align: int
-    k: int
-    empty: bool
-    outs: dict[tuple, _Output] = field(default_factory=dict)
-
-
-@dataclass
-class _Output:
-    """A plan with an output of one shape and one pair of strides."""
-
-    plan: _Plan
-    nbytes: int
+    mnk: tuple[int, int, int]
     flipped: bool  # column-major output: out.t() = b.t() @ a.t() is the same problem with a row-major one
-    strides: tuple[int, int] | None
     function: Any = None  # loaded at the first launch
 
+    def __post_init__(self) -> None:
+        self.empty = 0 in self.mnk
+        self.as_given = not self.flipped and self.a_strides is self.b_strides is self.out_strides is None
+
     def kernel(self) -> CompiledKernel:
-        plan = self.plan
-        a_major, b_major = plan.a_major, plan.b_major
+        a_major, b_major = self.a_major, self.b_major
         if self.flipped:
             a_major, b_major = ("k" if b_major == "k" else "m"), ("k" if a_major == "k" else "n")
-        return compile_kernel(plan.variant, plan.config, plan.dtype, a_major, b_major)
+        return compile_kernel(self.variant, self.config, self.dtype, a_major, b_major)
 
     def arguments(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the kernel takes, (M, K), (N, K) and (M, N), with strides that TMA can describe."""
-        if self.plan.a_strides is not None:
-            a = a.as_strided(a.shape, self.plan.a_strides)
-        if self.plan.b_strides is not None:
-            b = b.as_strided(b.shape, self.plan.b_strides)
-        if self.strides is not None:
-            out = out.as_strided(out.shape, self.strides)
-        return (b.t(), a, out.t()) if self.flipped else (a, b.t(), out)
+        """What the kernel takes, (M, K), (K, N) and (M, N), with strides that TMA can describe."""
+        if self.a_strides is not None:
+            a = a.as_strided(a.shape, self.a_strides)
+        if self.b_strides is not None:
+            b = b.as_strided(b.shape, self.b_strides)
+        if self.out_strides is not None:
+            out = out.as_strided(out.shape, self.out_strides)
+        return (b.t(), a.t(), out.t()) if self.flipped else (a, b, out)
 
 
-_plans: dict[tuple, _Plan] = {}
+_plans: dict[tuple | None, _Plan] = {}
 _MAX_PLANS = 4096
 _hopper_devices: set[int] = set()
+_several_devices = True  # until a look at them says otherwise
 
 
-def _make_plan(a: Any, b: Any, entry: registry.Variant, config: TileConfig | str | None) -> _Plan:
+def _allocate(a: Any, b: Any) -> torch.Tensor:
+    _check_operands(a, b)
+    return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+
+
+def _check_operands(a: Any, b: Any) -> None:
     for name, tensor in (("a", a), ("b", b)):
         _check_tensor(name, tensor)
         if tensor.dtype not in _NAMES:
@@ -188,12 +214,20 @@ def _make_plan(a: Any, b: Any, entry: registry.Variant, config: TileConfig | str
             raise ValueError(f"{name} must have 2 dimensions, got {tensor.dim()}: shape {tuple(tensor.shape)}")
     if a.dtype != b.dtype:
         raise TypeError(f"b must have a's type, {_text(a.dtype)}, got {_text(b.dtype)}")
-    m, k = a.shape
-    if b.shape[0] != k:
-        raise ValueError(f"b must have a's K = {k} rows, got {b.shape[0]}: a is ({m}, {k}), b {tuple(b.shape)}")
-    n = b.shape[1]
+    if b.shape[0] != a.shape[1]:
+        raise ValueError(f"b must have a's K = {a.shape[1]} rows, got shape {tuple(b.shape)} for a {tuple(a.shape)}")
 
-    key = (entry.name, entry.module, config, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
+
+def _make_plan(a: Any, b: Any, out: Any, variant: str | None, config: TileConfig | str | None) -> _Plan:
+    _check_operands(a, b)
+    (m, k), n = a.shape, b.shape[1]
+    _check_tensor("out", out)
+    if out.dtype != a.dtype:
+        raise TypeError(f"out must have a's type, {_text(a.dtype)}, got {_text(out.dtype)}")
+    if tuple(out.shape) != (m, n):
+        raise ValueError(f"out must have shape {(m, n)}, got {tuple(out.shape)}")
+
+    entry = registry.default() if variant is None else registry.get(variant)
     if isinstance(config, str):
         config = TileConfig.parse(config)
     module = entry.load()
@@ -201,20 +235,25 @@ def _make_plan(a: Any, b: Any, entry: registry.Variant, config: TileConfig | str
     accepted = getattr(module, "DTYPES", tuple(_NAMES.values()))
     if _NAMES[a.dtype] not in accepted:
         raise TypeError(f"a must be {' or '.join(accepted)} for variant {entry.name}, got {_text(a.dtype)}")
-
     for name, extent in (("M", m), ("N", n), ("K", k)):
         if extent > MAX_EXTENT:
             raise Unsupported(f"{name} must be at most {MAX_EXTENT}, got {extent}")
-    empty = m == 0 or n == 0 or k == 0
+
+    out_align = getattr(module, "OUT_ALIGN", out.element_size())
     a_major = b_major = "k"
-    a_strides = b_strides = None
-    if not empty:
+    a_strides = b_strides = out_strides = None
+    flipped = False
+    if 0 not in (m, n):
+        flipped, out_strides = _output(out, out_align, entry.name)
+    if 0 not in (m, n, k):
         a_major, a_strides = _operand("a", a, 1, "km")
         b_major, b_strides = _operand("b", b, 0, "kn")
-        if module.RESOURCES.grid_dims == 2 and -(-n // chosen.tile_shape_mnk[1]) > MAX_GRID_Y:
-            limit = MAX_GRID_Y * chosen.tile_shape_mnk[1]
-            raise Unsupported(f"N must be at most {limit} for variant {entry.name} with config {chosen}, got {n}")
-    plan = _Plan(
+        columns = m if flipped else n
+        limit = MAX_GRID_Y * chosen.tile_shape_mnk[1]
+        if module.RESOURCES.grid_dims == 2 and columns > limit:
+            name = "M" if flipped else "N"
+            raise Unsupported(f"{name} must be at most {limit} for {entry.name} with config {chosen}, got {columns}")
+    return _Plan(
         variant=entry.name,
         config=chosen,
         dtype=_NAMES[a.dtype],
@@ -222,17 +261,42 @@ def _make_plan(a: Any, b: Any, entry: registry.Variant, config: TileConfig | str
         b_major=b_major,
         a_strides=a_strides,
         b_strides=b_strides,
+        out_strides=out_strides,
         a_nbytes=_extent(a),
         b_nbytes=_extent(b),
-        out_shape=(m, n),
-        out_align=getattr(module, "OUT_ALIGN", a.element_size()),
-        k=k,
-        empty=empty,
+        out_nbytes=_extent(out),
+        out_align=out_align,
+        mnk=(m, n, k),
+        flipped=flipped,
     )
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+
+
+def _output(out: torch.Tensor, align: int, variant: str) -> tuple[bool, tuple[int, int] | None]:
+    """Whether the output is column-major, and the strides to launch with if they are not its own."""
+    (m, n), (row, column) = out.shape, out.stride()
+    collides = m > 1 and n > 1 and row < (n - 1) * column + 1 and column < (m - 1) * row + 1
+    if collides or (m > 1 and row == 0) or (n > 1 and column == 0):
+        raise ValueError(f"out must not overlap itself, got shape {(m, n)} with strides {(row, column)}")
+    # The stride of a dimension of extent 1 is never used: take one that suits the kernel.
+    per_row = align // out.element_size()
+    if n == 1 and (m == 1 or row != 1):
+        column = 1
+    if m == 1 and column != 1:
+        row = 1
+    if m == 1 and column == 1:
+        row = -(-n // per_row) * per_row
+    if n == 1 and row == 1 and m > 1:
+        column = -(-m // per_row) * per_row
+    if column != 1 and row != 1:
+        raise Unsupported(f"out must have a dimension of unit stride, got strides {out.stride()}")
+    flipped = column != 1
+    pitch = column if flipped else row
+    if pitch % per_row:
+        raise Unsupported(
+            f"out must have rows that start at multiples of {align} bytes for variant {variant}, which stores it by "
+            f"TMA; got a stride of {pitch * out.element_size()} bytes"
+        )
+    return flipped, None if (row, column) == out.stride() else (row, column)
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -293,49 +357,22 @@ def _operand(name: str, tensor: torch.Tensor, k_dim: int, majors: str) -> tuple[
     )
 
 
-def _check_alignment(a_ptr: int, b_ptr: int, a: torch.Tensor, b: torch.Tensor) -> None:
-    for name, pointer, tensor in (("a", a_ptr, a), ("b", b_ptr, b)):
-        if pointer % OPERAND_ALIGN and tensor.numel():
+def _check_alignment(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plan: _Plan) -> None:
+    if plan.empty:
+        return
+    for name, tensor, align in (("a", a, OPERAND_ALIGN), ("b", b, OPERAND_ALIGN), ("out", out, plan.out_align)):
+        past = tensor.data_ptr() % align
+        if past:
             raise Unsupported(
-                f"{name} must start at a multiple of {OPERAND_ALIGN} bytes for TMA, got an address that is "
-                f"{pointer % OPERAND_ALIGN} past one (storage offset {tensor.storage_offset()}): pass {name}.clone()"
+                f"{name} must start at a multiple of {align} bytes for TMA, got an address that is {past} past one "
+                f"(storage offset {tensor.storage_offset()} elements)"
             )
 
 
-def _make_output(out: Any, a: torch.Tensor, plan: _Plan) -> _Output:
-    _check_tensor("out", out)
-    if out.dtype != a.dtype:
-        raise TypeError(f"out must have a's type, {_text(a.dtype)}, got {_text(out.dtype)}")
-    if tuple(out.shape) != plan.out_shape:
-        raise ValueError(f"out must have shape {plan.out_shape}, got {tuple(out.shape)}")
-    (m, n), (row, column) = plan.out_shape, out.stride()
-    if (m > 1 and row == 0) or (n > 1 and column == 0):
-        raise ValueError(f"out must not overlap itself, got shape {(m, n)} with strides {(row, column)}")
-    if m > 1 and n > 1 and row < (n - 1) * column + 1 and column < (m - 1) * row + 1:
-        raise ValueError(f"out must not overlap itself, got shape {(m, n)} with strides {(row, column)}")
-    # The stride of a dimension of extent 1 is never used: take one that suits the kernel.
-    per_row = plan.out_align // out.element_size()
-    strides = (row, column)
-    if n == 1 and (m == 1 or row != 1):
-        strides = (row, 1)
-    if m == 1 and strides[1] == 1:
-        strides = (-(-n // per_row) * per_row, 1)
-    elif n == 1 and strides[0] == 1:
-        strides = (1, -(-m // per_row) * per_row)
-    flipped = strides[1] != 1
-    pitch = strides[0] if not flipped else strides[1]
-    if 1 not in strides:
-        raise Unsupported(f"out must have a dimension of unit stride, got strides {(row, column)}")
-    if pitch % per_row and not plan.empty:
-        raise Unsupported(
-            f"out must have rows that start at multiples of {plan.out_align} bytes for variant {plan.variant}, which "
-            f"stores it by TMA; got a stride of {pitch * out.element_size()} bytes"
-        )
-    placed = _Output(plan, _extent(out), flipped, None if strides == (row, column) else strides)
-    if len(plan.outs) >= _MAX_PLANS:
-        plan.outs.clear()
-    plan.outs[(out.dtype, out.shape, out.stride())] = placed
-    return placed
+def _check_same_device(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    for name, tensor in (("b", b), ("out", out)):
+        if tensor.device != a.device:
+            raise ValueError(f"{name} must be on a's device, {a.device}, got {tensor.device}")
 
 
 def _check_overlap(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -358,7 +395,8 @@ def _overlap(out: torch.Tensor, tensor: torch.Tensor) -> bool:
     return not (out.shape[1] <= shift and shift + tensor.shape[1] <= pitch)
 
 
-def _check_device(device: torch.device) -> None:
+def _check_device(device: int) -> None:
+    global _several_devices
     found = torch.cuda.get_device_capability(device)
     if found != HOPPER:
         name = torch.cuda.get_device_name(device)
@@ -366,7 +404,8 @@ def _check_device(device: torch.device) -> None:
             f"the kernels need a Hopper GPU (compute capability 9.0), found {name} ({found[0]}.{found[1]}); "
             "with CPU tensors they run in the emulator"
         )
-    _hopper_devices.add(device.index)
+    _several_devices = torch.cuda.device_count() > 1
+    _hopper_devices.add(device)
 
 
 def estimate_emulator_seconds(m: int, n: int, k: int, config: TileConfig) -> float:
@@ -376,15 +415,20 @@ def estimate_emulator_seconds(m: int, n: int, k: int, config: TileConfig) -> flo
     return padded[0] * padded[1] * padded[2] / EMULATOR_FLOPS
 
 
-def _emulate(placed: _Output, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, insist: bool) -> Any:
-    plan = placed.plan
-    seconds = estimate_emulator_seconds(*plan.out_shape, plan.k, plan.config)
+def _check_patience(plan: _Plan) -> None:
+    seconds = estimate_emulator_seconds(*plan.mnk, plan.config)
     limit = float(os.environ.get(EMULATOR_LIMIT_VARIABLE, EMULATOR_LIMIT))
-    if seconds > limit and not insist:
+    if seconds > limit:
         raise RuntimeError(
             f"a is on the CPU, where the emulator would take about {seconds:.0f} s for this product (limit "
             f"{limit:.0f} s, {EMULATOR_LIMIT_VARIABLE}); pass backend='emulator' to insist, or CUDA tensors"
         )
+
+
+def _emulate(plan: _Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> Report | None:
+    if plan.empty:
+        out.zero_()
+        return None
     from . import emulator
 
-    return emulator.run(placed.kernel(), *placed.arguments(a, b, out))
+    return emulator.run(plan.kernel(), *plan.arguments(a, b, out), **options)

@@ -125,6 +125,9 @@ BUILTIN = (
     ),
 )
 
+generation = 0
+"""Counts changes of what a name means; part of the key of whatever is cached per name."""
+
 _lock = threading.RLock()
 _variants: dict[str, Variant] = {variant.name: variant for variant in BUILTIN}
 _entry_points: str = "unread"  # then "reading", then "read"
@@ -151,6 +154,7 @@ def register(variant: Variant, *, replace: bool = False) -> Variant:
     """
     if not isinstance(variant, Variant):
         raise TypeError(f"variant must be a cute_matmul.Variant, got {type(variant).__name__}")
+    global generation
     with _lock:
         taken = _all().get(variant.name)
         if taken is not None and not replace:
@@ -159,6 +163,7 @@ def register(variant: Variant, *, replace: bool = False) -> Variant:
                 "pass replace=True to swap it, or choose another name"
             )
         _variants[variant.name] = variant
+        generation += 1
     return variant
 
 
@@ -167,9 +172,11 @@ def unregister(name: str) -> None:
 
     Raises ValueError for a name that is not there or is built in.
     """
+    global generation
     builtin = {variant.name: variant for variant in BUILTIN}
     with _lock:
         variant = get(name)
+        generation += 1
         if name not in builtin:
             del _variants[name]
         elif variant is not builtin[name]:
@@ -178,21 +185,18 @@ def unregister(name: str) -> None:
             raise ValueError(f"variant {name!r} is built in and cannot be taken out")
 
 
-def default() -> Variant:
-    """The variant that `matmul` takes when none is given (see the top of this module).
+def default_name() -> str:
+    """The name of the variant that `matmul` takes when none is given (see the top of this module)."""
+    return _active.get() or os.environ.get(ENVIRONMENT) or BUILTIN_DEFAULT
 
-    Raises ValueError where `CUTE_MATMUL_VARIANT` names none that there is.
-    """
-    active = _active.get()
-    if active is not None:
-        return get(active)
-    wanted = os.environ.get(ENVIRONMENT)
-    if not wanted:
-        return get(BUILTIN_DEFAULT)
+
+def default() -> Variant:
+    """The variant of that name. Raises ValueError where `CUTE_MATMUL_VARIANT` names none that there is."""
+    name = default_name()
     try:
-        return get(wanted)
+        return get(name)
     except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT}: {error}") from None
+        raise ValueError(f"{ENVIRONMENT}: {error}" if _active.get() is None else str(error)) from None
 
 
 @contextmanager

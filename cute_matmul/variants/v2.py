@@ -31,8 +31,9 @@ DEFAULT = TileConfig((128, 128, 64), num_stages=2)
 
 @cute.jit
 def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutlass.Constexpr[TileConfig]):
-    """Launch C = A @ B.T for A (M, K), B (N, K), C (M, N): one CTA per tile of C."""
+    """Launch C = A @ B for A (M, K), B (K, N), C (M, N): one CTA per tile of C."""
     tile_m, tile_n, tile_k = config.tile_shape_mnk
+    mB = hopper.transposed(mB)  # (N, K), as CuTe and WGMMA count it
     a_layout = hopper.smem_layout(mA, (tile_m, tile_k), config.num_stages)
     b_layout = hopper.smem_layout(mB, (tile_n, tile_k), config.num_stages)
     a_tma, a_coords = hopper.tma_load(mA, a_layout, (tile_m, tile_k))
