@@ -188,7 +188,7 @@ def test_decode_inverts_encode(tensor_map):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (bytes(128), "kind 0"),
+        (make_map().encode()[:8] + b"\x01" + bytes(119), "kind 1"),
         (b"\xff" * 128, "no tile-mode TMA descriptor"),
         (make_map().encode()[:8] + struct.pack("<I", 2 | 1 << 4 | 13 << 7) + bytes(116), "element type 13"),
         (make_map().encode()[:8] + struct.pack("<I", 2 | 6 << 4) + bytes(116), "rank 7"),

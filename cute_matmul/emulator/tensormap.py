@@ -12,10 +12,11 @@ The layout of a descriptor is not documented. This one was read off the DSL's in
     5   extents 2 and 3
     6   low half: extent 4; bits 32-46: element strides less 1, three bits each; top byte: box 0 less 1
     7   boxes 1 to 4 less 1, a byte each
-    8+  unused; the DSL leaves them as they were
+    8+  not read by copies: the driver notes sizes of the box and the swizzle here, the DSL leaves what was there
 
-    flags: bits 0-3 are 2; 4-6 rank less 1; 7-10 element type; 11-12 interleave; 13-14 swizzle; 15 NaN fill;
-           16 the element type is TF32; 17-18 L2 promotion; 21 whether the tensor has 128 KiB or more
+    flags: bits 0-3 are 2 from the DSL, 0 from the driver; 4-6 rank less 1; 7-10 element type; 11-12 interleave;
+           13-14 swizzle; 15 NaN fill; 16 the element type is TF32; 17-18 L2 promotion; 21 is set by the DSL where
+           the tensor spans 128 KiB or more, never by the driver, and is ignored here
 
 Dimension 0 is the contiguous one. Coordinates, extents and boxes count elements; strides and addresses count bytes.
 """
@@ -181,15 +182,12 @@ class TensorMap:
         return dataclasses.replace(self, **changes)
 
     def encode(self) -> bytes:
-        """The 128 bytes of this descriptor, unused ones 0. Inverse of `decode`."""
+        """The 128 bytes of this descriptor, the first 64 as the driver encodes them, the others 0."""
         code, tf32 = next(code for code, (name, _) in _TYPES.items() if name == self.dtype)
         rank = self.rank
-        size = (self.extents[0] * self.itemsize) + sum(
-            (n - 1) * s for n, s in zip(self.extents[1:], self.strides[1:], strict=True)
-        )
-        flags = 2 | (rank - 1) << 4 | code << 7 | _INTERLEAVE.index(self.interleave) << 11
+        flags = (rank - 1) << 4 | code << 7 | _INTERLEAVE.index(self.interleave) << 11
         flags |= _SWIZZLE.index(self.swizzle) << 13 | (self.fill == "nan") << 15 | tf32 << 16
-        flags |= _L2_PROMOTION.index(self.l2_promotion) << 17 | (size >= 1 << 17) << 21
+        flags |= _L2_PROMOTION.index(self.l2_promotion) << 17
         strides = [s >> 4 for s in self.strides[1:]] + [0] * (5 - rank)
         extents = [n - 1 for n in self.extents] + [0] * (5 - rank)
         box = [n - 1 for n in self.box] + [0] * (5 - rank)
@@ -216,7 +214,7 @@ def _decode(data: bytes) -> TensorMap:
     flags = words[1] & 0xFFFFFFFF
     kind, rank = flags & 0xF, (flags >> 4 & 7) + 1
     code = (flags >> 7 & 0xF, flags >> 16 & 1)
-    if kind != 2 or rank > 5 or code not in _TYPES or words[0] % 16:
+    if kind not in (0, 2) or rank > 5 or code not in _TYPES or words[0] % 16:
         raise TensorMapError(
             "format",
             f"bytes that are no tile-mode TMA descriptor (kind {kind}, rank {rank}, element type {code[0]}, "

@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
+import subprocess
 import sys
 
 import cutlass
@@ -92,8 +94,13 @@ def probe_kernel(
             landed = cute.arch.mbarrier_try_wait(barrier, 0)
         if thread == 0:
             dump[box_bytes] = cutlass.Uint8(landed)
-    else:
+    elif cutlass.const_expr(mode.endswith("_warp")):  # by all lanes of a warp, as the DSL leaves it to the caller
         if thread < 32:
+            cute.copy(atom, shared_box, global_box)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+    else:
+        if thread == 0:
             cute.copy(atom, shared_box, global_box)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
@@ -124,10 +131,10 @@ def probe(
     layout = cute.make_composed_layout(cute.make_swizzle(*SWIZZLES[swizzle]), 0, outer)
     if cutlass.const_expr(mode in ("load", "load_map")):
         op = cpasync.CopyBulkTensorTileG2SOp()
-    elif cutlass.const_expr(mode == "store"):
+    elif cutlass.const_expr(mode.startswith("store")):
         op = cpasync.CopyBulkTensorTileS2GOp()
     else:
-        op = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind[mode.upper()])
+        op = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind[mode.removesuffix("_warp").upper()])
     atom, coordinates = cpasync.make_tiled_tma_atom(op, matrix, layout, tile)
     probe_kernel(
         atom,
@@ -197,6 +204,8 @@ def cases() -> list[dict]:
         for dtype in ("float16", "bfloat16", "int32", "uint32"):
             add(dtype, 64, (13, 27), 32, (2, 3), modes=(mode,))
     add("float32", 64, (13, 27), 32, (2, 3), modes=("add",))
+    for dtype in ("float16", "int32"):
+        add(dtype, 64, (13, 27), 32, (2, 3), modes=("store_warp", "add_warp"))
     for mode in ("inc", "dec"):
         add("uint32", 64, (13, 27), 32, (2, 3), modes=(mode,))
     for mode in ("and", "or", "xor"):
@@ -237,7 +246,7 @@ def initial(case: dict) -> tuple[np.ndarray, np.ndarray]:
     box_bytes = rows * columns * itemsize
     if case["mode"].startswith("load"):
         return pattern(matrix_bytes, 1), np.full(box_bytes, UNTOUCHED, np.uint8)
-    if case["mode"] == "store":
+    if case["mode"].startswith("store"):
         return np.full(matrix_bytes, UNTOUCHED, np.uint8), pattern(box_bytes, 2)
     return numbers(matrix_bytes // itemsize, case["dtype"], 3), numbers(box_bytes // itemsize, case["dtype"], 500)
 
@@ -307,40 +316,79 @@ def driver_descriptor(case: dict, address: int) -> bytes:
     return bytes.fromhex(encoded).ljust(128, b"\0") if status == 0 else b""
 
 
-def main(path: str) -> None:
+def measure(case: dict, compiled: dict) -> dict:
+    """Run one case on the GPU. A CUDA error is raised here, not later."""
     import torch
     from cutlass.cute.runtime import from_dlpack
 
+    storage, view, contents, dump, descriptor = operands(case, *initial(case), "cuda")
+    if case["mode"] == "load_map":
+        encoded = driver_descriptor(case, view.data_ptr())
+        if not encoded:  # NaN fill of integers, for one
+            return {**case, "refused": True}
+        descriptor.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+    tensors = [from_dlpack(view, assumed_align=16).mark_layout_dynamic(leading_dim=1)]
+    tensors += [from_dlpack(t, assumed_align=16) for t in (contents, dump, descriptor)]
+    key = (case["dtype"], *constants(case))
+    if key not in compiled:
+        compiled[key] = cute.compile(probe, *tensors, moved_bytes(case), *case["at"], *constants(case))
+    torch.cuda.synchronize()
+    compiled[key](*tensors, moved_bytes(case), *case["at"])
+    torch.cuda.synchronize()
+    after = dump.cpu().numpy()
+    result = {**case, **outcome(case, storage.cpu().numpy(), after[:-16])}
+    if case["mode"] == "load_map":
+        result["landed"] = bool(after[-16])
+        result["fill_bytes"] = after[:-16].tobytes().hex() if case["fill"] else ""
+    return result
+
+
+def worker(start: int) -> None:
+    """Measure the cases from `start` on, one JSON line each; a CUDA error, which is sticky, ends the process."""
     compiled: dict[tuple, object] = {}
-    results = []
-    for case in cases():
-        storage, view, contents, dump, descriptor = operands(case, *initial(case), "cuda")
-        if case["mode"] == "load_map":
-            encoded = driver_descriptor(case, view.data_ptr())
-            if not encoded:  # NaN fill of integers, for one
-                results.append({**case, "refused": True})
-                continue
-            descriptor.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-        tensors = [from_dlpack(view, assumed_align=16).mark_layout_dynamic(leading_dim=1)]
-        tensors += [from_dlpack(t, assumed_align=16) for t in (contents, dump, descriptor)]
-        key = (case["dtype"], *constants(case))
-        if key not in compiled:
-            compiled[key] = cute.compile(probe, *tensors, moved_bytes(case), *case["at"], *constants(case))
-        compiled[key](*tensors, moved_bytes(case), *case["at"])
-        torch.cuda.synchronize()
-        after = dump.cpu().numpy()
-        result = {**case, **outcome(case, storage.cpu().numpy(), after[:-16])}
-        if case["mode"] == "load_map":
-            result["landed"] = bool(after[-16])
-            result["fill_bytes"] = after[:-16].tobytes().hex() if case["fill"] else ""
-        results.append(result)
+    for case in cases()[start:]:
+        try:
+            line = json.dumps(measure(case, compiled))
+        except Exception as error:
+            text = str(error).strip()
+            print(json.dumps({**case, "error": type(error).__name__, "message": text[:400]}), flush=True)
+            os._exit(1)
+        print(line, flush=True)
+
+
+def main(path: str) -> None:
+    todo = len(cases())
+    results: list[dict] = []
+    while len(results) < todo:
+        command = [sys.executable, __file__, "--from", str(len(results))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        before = len(results)
+        for line in process.stdout:
+            if line.startswith("{"):
+                results.append(json.loads(line))
+                write(path, results)
+        process.wait()
+        if len(results) == before:  # it died without a word
+            results.append({**cases()[before], "error": "died", "message": f"exit status {process.returncode}"})
+            write(path, results)
+    failed = [result for result in results if "error" in result]
+    print(f"{len(results)} cases to {path}, {len(failed)} of them CUDA errors")
+    for result in failed:
+        print(json.dumps(result))
+
+
+def write(path: str, results: list[dict]) -> None:
+    import torch
+
     with open(path, "w") as file:
         file.write(json.dumps({"device": torch.cuda.get_device_name()})[:-1] + ', "cases": [\n')
         file.write(",\n".join(json.dumps(result) for result in results) + "\n]}\n")
-    print(f"{len(results)} cases to {path}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) == 3 and sys.argv[1] == "--from":
+        worker(int(sys.argv[2]))
+    elif len(sys.argv) == 2:
+        main(sys.argv[1])
+    else:
         raise SystemExit(__doc__)
-    main(sys.argv[1])
