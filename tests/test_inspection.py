@@ -28,6 +28,7 @@ def test_ptx_opcodes_are_read_from_text_as_the_compiler_writes_it():
     .reg .pred 	%p<3>;
     .loc 1 20 3
 $L__BB0_1:
+    .loc	1 21 7, function_name $L__info_string0, inlined_at 1 20 3
     @%p1 bra 	$L__BB0_2;
     @!%p2 mbarrier.init.shared.b64 	[%r1], %r2;
     st.local.v2.b32 	[%rd1], {0, 0};
@@ -46,6 +47,11 @@ wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2, %r3, %r4}, %rd1, %r
     ld.volatile.local.b32 %r1, [%rd1]; ret;
 }
     .file 1 "ldmatrix;mma.sync; .py"
+    .section .debug_str
+    {
+$L__info_string0:
+    .b8 100, 0
+    }
 """
     assert ptx_opcodes(ptx) == [
         "bra",
@@ -128,7 +134,7 @@ def test_sass_kinds(instruction, kind):
     [
         # Worked by hand from the limits: 65536 registers, 64 warps, 32 CTAs, 228 KB less 1 KB a CTA.
         (128, 32, 0, (16, "registers and threads")),
-        (32, 16, 0, (32, "registers and CTA slots")),  # one warp takes the place of four
+        (32, 16, 0, (32, "CTA slots")),
         (128, 16, 0, (16, "threads")),
         (128, 168, 0, (3, "registers")),  # 4 warps x 5376; 16384 // 5376 = 3 warps in each partition
         (128, 169, 0, (2, "registers")),  # rounded up to 176: 5632
@@ -139,7 +145,9 @@ def test_sass_kinds(instruction, kind):
         (128, 64, 113 * 1024 + 1, (1, "shared memory")),
         (1024, 65, 0, (0, "registers")),
         (100, 16, 0, (16, "threads")),  # whole warps
-        (160, 120, 0, (2, "registers")),  # five warps take the place of eight
+        (160, 168, 0, (2, "registers")),  # twelve warps fit, five a CTA
+        (544, 96, 0, (1, "registers and threads")),
+        (544, 97, 0, (0, "registers")),  # 17 warps are judged as 20, and 20 x 3328 is more than there are
     ],
 )
 def test_ctas_per_sm(threads, registers, smem, expected):
