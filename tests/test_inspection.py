@@ -146,7 +146,7 @@ def test_sass_kinds(instruction, kind):
         (1024, 65, 0, (0, "registers")),
         (100, 16, 0, (16, "threads")),  # whole warps
         (160, 168, 0, (2, "registers")),  # twelve warps fit, five a CTA
-        (544, 96, 0, (1, "registers and threads")),
+        (544, 96, 0, (1, "registers")),
         (544, 97, 0, (0, "registers")),  # 17 warps are judged as 20, and 20 x 3328 is more than there are
     ],
 )
