@@ -128,9 +128,12 @@ class AddressSpaces:
     def global_symbol(self, name: str, offset: int) -> np.ndarray:
         return np.array([[self.module_globals[name].ctypes.data + offset]], np.uint64)
 
-    def shared_address(self, G, space: str, address: np.ndarray) -> np.ndarray:
-        """slot << 32 | offset for a shared, shared::cluster or generic address."""
+    def shared_address(self, G, space: str, address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+        """slot << 32 | offset for a shared, shared::cluster or generic address. Inactive lanes may hold anything."""
         place = address.astype(np.int64)
+        if mask is not None and (place >> CLUSTER_SHIFT).any():
+            inactive = translate.SHARED_START | (translate.SHARED_WINDOW if space == "generic" else 0)
+            place = np.where(mask, place, inactive)
         if space == "generic":
             window = place >> 56
             if (window != 1).any():
@@ -277,7 +280,7 @@ class AddressSpaces:
         if high <= OFFSET_MASK:
             rows, offsets, cta = G.slotcol, lanes, None
         else:
-            place = self.shared_address(G, "cluster", lanes)
+            place = self.shared_address(G, "cluster", lanes, None)
             rows, offsets = place >> SLOT_SHIFT, place & OFFSET_MASK
             low, high = int(offsets.min()), int(offsets.max())
             cta = rows + self.cta_base

@@ -674,7 +674,7 @@ class _Writer:
     def blocking(self, ins: Instruction) -> str:
         if self.node.kind == "try":
             space = self.space(ins)
-            address = f"E.shared_address(G, {space!r}, {self.address(ins.operands[1])})"
+            address = f"E.shared_address(G, {space!r}, {self.address(ins.operands[1])}, {self.mask()})"
             by_parity = "parity" in ins.parts
             value = self.value(ins.operands[2], "b32" if by_parity else "b64")
             return f"({address}, {value}, {self.mask()})"
@@ -1423,7 +1423,7 @@ class _Writer:
         target = None
         if not isinstance(operands[0], Mem):
             target = operands.pop(0)
-        address = f"E.shared_address(G, {space!r}, {self.address(operands[0])})"
+        address = f"E.shared_address(G, {space!r}, {self.address(operands[0])}, {self.mask()})"
         if action == "init":
             self.emit(f"E.mbar_init(G, {self.src()}, {address}, {self.value(operands[1], 'u32')}, {mask})")
         elif action == "inval":
@@ -1470,7 +1470,7 @@ class _Writer:
         elif op.startswith("cp.async.wait_all"):
             self.emit(f"E.cp_async_commit(G, {src}, {mask}); E.cp_async_wait(G, {src}, 0, {mask})")
         elif op.startswith("cp.async.mbarrier.arrive"):
-            address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[0])})"
+            address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[0])}, {self.mask()})"
             self.emit(f"E.cp_async_mbar_arrive(G, {src}, {address}, {'noinc' in parts}, {mask})")
         elif op.startswith(("cp.async.ca", "cp.async.cg")):
             target, origin, size = ins.operands[:3]
@@ -1483,7 +1483,7 @@ class _Writer:
                 else:
                     nbytes = self.value(extra, "u32")
             self.emit(
-                f"E.cp_async(G, {src}, E.shared_address(G, 'shared', {self.address(target)}),"
+                f"E.cp_async(G, {src}, E.shared_address(G, 'shared', {self.address(target)}, {self.mask()}),"
                 f" {self.address(origin)}, {size.value}, {nbytes}, {ignored}, {mask})"
             )
         else:
@@ -1506,7 +1506,7 @@ class _Writer:
             self.emit(
                 f"E.tensor_store(G, {self.src()}, {self.address(Mem(tensor.base, tensor.offset))},"
                 f" {self._coordinates(tensor.extra[0])},"
-                f" E.shared_address(G, 'shared', {self.address(origin)}), {reduction!r}, {self.mask()})"
+                f" E.shared_address(G, 'shared', {self.address(origin)}, {self.mask()}), {reduction!r}, {self.mask()})"
             )
             return
         target, tensor, barrier = operands[:3]
@@ -1516,9 +1516,9 @@ class _Writer:
             multicast = self.value(rest.pop(0), "u16")
         space = "cluster" if "shared::cluster" in parts else "shared"
         self.emit(
-            f"E.tensor_load(G, {self.src()}, E.shared_address(G, {space!r}, {self.address(target)}),"
+            f"E.tensor_load(G, {self.src()}, E.shared_address(G, {space!r}, {self.address(target)}, {self.mask()}),"
             f" {self.address(Mem(tensor.base, tensor.offset))}, {self._coordinates(tensor.extra[0])},"
-            f" E.shared_address(G, {space!r}, {self.address(barrier)}), {multicast}, {self.mask()})"
+            f" E.shared_address(G, {space!r}, {self.address(barrier)}, {self.mask()}), {multicast}, {self.mask()})"
         )
 
     def _bulk(self, ins: Instruction) -> None:
@@ -1536,12 +1536,12 @@ class _Writer:
             if "cp_mask" in parts:
                 self.unknown("modifier .cp_mask")
             self.emit(
-                f"E.bulk_store(G, {self.src()}, {self.address(target)}, E.shared_address(G, 'shared', {self.address(origin)}),"
+                f"E.bulk_store(G, {self.src()}, {self.address(target)}, E.shared_address(G, 'shared', {self.address(origin)}, {self.mask()}),"
                 f" {nbytes}, {reduction!r}, {kind!r}, {self.mask()})"
             )
             return
-        barrier = f"E.shared_address(G, 'cluster', {self.address(ins.operands[3])})"
-        where = f"E.shared_address(G, 'cluster', {self.address(target)})"
+        barrier = f"E.shared_address(G, 'cluster', {self.address(ins.operands[3])}, {self.mask()})"
+        where = f"E.shared_address(G, 'cluster', {self.address(target)}, {self.mask()})"
         multicast = "None"
         if "multicast::cluster" in parts:
             multicast = self.value(ins.operands[4], "u16")
@@ -1551,7 +1551,7 @@ class _Writer:
             )
         elif spaces == ["shared::cluster", "shared::cta"]:
             self.emit(
-                f"E.bulk_peer(G, {self.src()}, {where}, E.shared_address(G, 'shared', {self.address(origin)}), {nbytes},"
+                f"E.bulk_peer(G, {self.src()}, {where}, E.shared_address(G, 'shared', {self.address(origin)}, {self.mask()}), {nbytes},"
                 f" {barrier}, {reduction!r}, {kind!r}, {self.mask()})"
             )
         else:
@@ -1664,7 +1664,7 @@ class _Writer:
             self.unknown(str(error))
         name = self.program.object(re.sub(r"\W", "_", ins.opcode), op)
         result = self.temporary()
-        address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[1])})"
+        address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[1])}, {self.mask()})"
         self.emit(f"{result} = E.ldmatrix(G, {self.src()}, {name}, {address}, {self.mask()})")
         for i, item in enumerate(self._items(ins.operands[0])):
             self.put(item, f"{result}[{i}]", "b32")
@@ -1676,7 +1676,7 @@ class _Writer:
             self.unknown(str(error))
         name = self.program.object(re.sub(r"\W", "_", ins.opcode), op)
         values = "".join(f"{self.value(item, 'b32')}, " for item in self._items(ins.operands[1]))
-        address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[0])})"
+        address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[0])}, {self.mask()})"
         self.emit(f"E.stmatrix(G, {self.src()}, {name}, {address}, ({values}), {self.mask()})")
 
     def op_movmatrix(self, ins: Instruction) -> None:
