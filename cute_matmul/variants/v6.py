@@ -214,12 +214,13 @@ def store(
     tCsC, tCgC = cpasync.tma_partition(c_tma, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), quarters)
     for quarter in cutlass.range_constexpr(QUARTERS):
         cute.arch.mbarrier_wait(epi_full + quarter, 0)
-        cute.copy(c_tma, tCsC, tCgC[None, first + quarter])
-        cute.arch.cp_async_bulk_commit_group()
-        # Only the reading of sC is waited for; the writes to global memory finish by themselves.
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if cutlass.const_expr(quarter < QUARTERS - 1):
-            with cute.arch.elect_one():
+        # NOTE: a load elects its lane by itself, a store does not; and bulk groups belong to the lane.
+        with cute.arch.elect_one():
+            cute.copy(c_tma, tCsC, tCgC[None, first + quarter])
+            cute.arch.cp_async_bulk_commit_group()
+            # Only the reading of sC is waited for; the writes to global memory finish by themselves.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if cutlass.const_expr(quarter < QUARTERS - 1):
                 cute.arch.mbarrier_arrive(epi_empty + quarter)
 
 
