@@ -1020,6 +1020,24 @@ def test_overwriting_the_source_of_a_tma_load():
         assert kinds(s) == (set() if wait else {"overwrite-while-copy-reads"})
 
 
+def test_a_store_issued_by_a_whole_warp_is_one_store():
+    """The DSL's epilogues do this; two different stores over the same bytes are another matter."""
+    for shift, found in ((0, set()), (16, {"overwrite-before-copy-waited"})):
+        s = two_ctas()
+        s.store("st", 0, DATA, size=16, stride=16)
+        s.hz.fence(np.array([0]), s.src("fence"), "proxy.async")
+        lanes = np.arange(32)
+        runs = np.broadcast_to(16 * np.arange(16), (32, 16)) + (lanes == 31)[:, None] * shift
+        warp = np.zeros(32, int)
+        s.hz.bulk_store(warp, s.src("tma store"), lanes, DATA + runs, (1 << 20) + runs, 16)
+        s.hz.bulk_commit(warp, lanes)
+        for lane in range(32):
+            s.hz.bulk_wait(np.array([0]), lane, 0, read=True)
+        s.store("st again", 0, DATA, size=16, stride=16)
+        s.exit()
+        assert kinds(s) == found
+
+
 def test_reducing_stores_do_not_race():
     s = two_ctas()
     for agent in (0, 2):

@@ -143,13 +143,24 @@ class Conflicts:
         space: str,
         object: str = "",
     ) -> None:
-        """Findings for the elements `where` (indices), one per accessor and instruction they conflict with."""
-        keys = np.stack([others.sources, others.clusters, others.columns, rows])[:, where]
-        for key in np.unique(keys, axis=1).T:
-            pick = where[(keys == key[:, None]).all(axis=0)]
-            source, cluster, column, row = key.tolist()
+        """Findings for the elements `where` (indices), one per accessor and access they conflict with."""
+        if not len(where):
+            return
+        columns, rows_ = others.columns[where].astype(np.int64), rows[where]
+        keys = (others.sources[where].astype(np.int64) * (self.clocks.clusters + 1) + others.clusters[where]) << 16
+        keys = (keys + columns) * len(by.agents) + rows_
+        order = np.argsort(keys, kind="stable")
+        ordered = keys[order]
+        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
+            pick = where[order[start:end]]
+            first = pick[0]
+            row, column = int(rows[first]), int(others.columns[first])
+            source = int(others.sources[first])
             kind = kind_of(relation, self.clocks.keys[column][0], by.proxy is not None)
-            fields = self.describe(cluster, column, int(others.epochs[pick].max()))
+            if self.findings.seen(kind, by.src[row], source):
+                continue
+            fields = self.describe(int(others.clusters[first]), column, int(others.epochs[pick].max()))
             if by.bars:
                 fields.setdefault("bar", by.bars[row])
                 fields.setdefault("phase", int(by.phases[row]))

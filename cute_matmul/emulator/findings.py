@@ -155,6 +155,13 @@ class Findings:
             self._found[kind, src, other_src] = finding
         finding.count += 1
 
+    def seen(self, kind: str, src: int, other_src: int) -> bool:
+        """Whether this hazard was met before; if so it is counted once more."""
+        finding = self._found.get((kind, int(src), int(other_src)))
+        if finding is not None:
+            finding.count += 1
+        return finding is not None
+
     def named(self, ring: Callable[[tuple[int, int]], tuple[int, int | None]]) -> list[Hazard]:
         """The hazards in the order in which they were met, those of the same source lines in one.
 

@@ -603,6 +603,8 @@ class HazardEngine:
     ) -> None:
         """Copies shared to global in the issuing thread's current bulk group (TMA stores, plain and reducing).
 
+        The DSL has whole warps issue a TMA store; the same store by further lanes of a warp counts as one.
+
         Args:
             lane: (n,) lanes of the issuing threads.
             saddr: (n, R) offsets of the R runs of bytes moved, only bytes inside the tensor.
@@ -611,6 +613,14 @@ class HazardEngine:
             reduce: cp.reduce, which adds to global memory atomically.
         """
         self._flush()
+        lane = array(lane, len(agents))
+        sizes = np.broadcast_to(nbytes, gaddr.shape)
+        same = agents[1:] == agents[:-1]
+        for runs in (saddr, gaddr, sizes):
+            same &= (runs[1:] == runs[:-1]).all(axis=1)
+        if same.any() and not reduce:
+            keep = np.concatenate(([True], ~same))
+            agents, lane, saddr, gaddr, nbytes = agents[keep], lane[keep], saddr[keep], gaddr[keep], sizes[keep]
         states = self._bulk_state(agents, lane)
         read, done, epoch = (np.array([state[i] for state in states], np.int64) for i in range(3))
         for state in states:
