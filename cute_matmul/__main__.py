@@ -1,4 +1,4 @@
-"""Command line: `python -m cute_matmul list | run | inspect | diff`."""
+"""Command line: `python -m cute_matmul list | run | inspect | diff | trace | bench | tune`."""
 
 from __future__ import annotations
 
@@ -115,6 +115,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("variant", help="a name that `list` shows")
     harness.add_arguments(sub)
     sub.set_defaults(command=lambda arguments: harness.run(arguments.variant, arguments))
+
+    sub = commands.add_parser("trace", help="run variants in the emulator and draw what each role did when")
+    sub.add_argument("variants", nargs="+", metavar="variant", help="names that `list` shows; drawn in this order")
+    harness.add_problem_arguments(sub, "x".join(map(str, harness.TRACE_SHAPE)))
+    sub.add_argument("--config", metavar="TILE", help="such as 128x128x64,stages=3 (default: the variant's)")
+    harness.add_emulator_arguments(sub)
+    sub.add_argument("--svg", metavar="FILE", help="also write the timelines under one another as an SVG picture")
+    sub.add_argument("--perfetto", metavar="FILE", help="also write them as JSON for https://ui.perfetto.dev")
+    sub.add_argument("--cta", type=int, default=0, help="which CTA is drawn (default 0)")
+    sub.add_argument("--until", type=float, metavar="CYCLES", help="crop the SVG picture there")
+    sub.add_argument("--width", type=int, help="columns to use (default: the terminal's)")
+    sub.set_defaults(command=lambda arguments: harness.trace(arguments.variants, arguments))
 
     sub = commands.add_parser("bench", help="measure the ladder beside other matmuls (perf/run.py)", add_help=False)
     sub.set_defaults(command=bench)

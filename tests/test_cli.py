@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -75,6 +77,10 @@ def test_inspect_table_and_config(capsys):
         (["run", "v2", "--config", "128x96x64"], "accepted: "),
         (["run", "v2", "--m", "-1"], "m must be an integer of at least 0, got -1"),
         (["run", "v2", "--repeat", "0"], "--repeat must be at least 1, got 0"),
+        (["run", "v2", "--backend", "emulator", "--k", "1001"], "a has stride of 2002 bytes"),
+        (["trace", "v1", "v2", "--config", "128x128x64"], "--config fits one variant, got 2: v1, v2"),
+        (["trace", "v1", "--cta", "4"], "--cta must be one of 0 to 3, got 4"),
+        (["trace", "v1", "--m", "0"], "nothing to trace"),
         (["diff", "v1", "v2", "--width", "10"], "width must be at least 40"),
     ],
 )
@@ -118,6 +124,103 @@ def test_module_of_a_variant_is_the_same_command():
     assert results[0] == results[1]
     refused = command("cute_matmul.variants.v1", "--config", "1x1x1")
     assert refused.returncode == harness.REFUSED and refused.stderr.startswith("error: ")
+
+
+@without_gpu
+def test_with_no_gpu_auto_runs_the_emulator_and_draws_the_timeline(capsys):
+    status, out, err = call(capsys, "run", "v2")
+    assert (status, err) == (harness.OK, "")
+    row = dict(zip(*(re.split(r"  +", line.strip()) for line in out.splitlines()[0:3:2]), strict=True))
+    assert row["m x n x k"] == "256x256x256" and row["backend"] == "emulator"
+    assert (row["hazards"], row["result"]) == ("none", "right")
+    assert "load stage 1 |" in out and "cycles" in out
+    _, plain, _ = call(capsys, "run", "v2", "--no-timeline", "--m", "64")
+    assert "load stage" not in plain and "64x256x256" in plain
+
+
+@without_gpu
+def test_auto_refuses_what_the_emulator_would_take_long_for(capsys):
+    status, out, err = call(capsys, "run", "v2", "--m", "8192", "--n", "8192", "--k", "8192")
+    assert (status, out) == (harness.REFUSED, "")
+    assert re.search(r"would take the emulator about \d+ s, .*--backend emulator", err)
+
+
+def test_emulator_json_and_schedules(capsys):
+    arguments = ["run", "v1", "--backend", "emulator", "--m", "128", "--n", "128", "--k", "64", "--json"]
+    rows = []
+    for schedule in harness.SCHEDULES:
+        status, out, err = call(capsys, *arguments, "--schedule", schedule, "--seed", "3", "--repeat", "2")
+        assert (status, err) == (harness.OK, "")
+        rows.append(json.loads(out))
+    assert [row["emulator"]["schedule"] for row in rows] == list(harness.SCHEDULES)
+    assert all(row["ok"] and row["check"]["ok"] and row["repeatable"] and row["tflops"] is None for row in rows)
+    assert all(row["emulator"]["seed"] == row["problem"]["seed"] == 3 for row in rows)
+    assert len({row["check"]["max_abs"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize("mnk", [("0", "128", "64"), ("128", "128", "0")])
+def test_empty_problems(capsys, mnk):
+    options = [text for name, value in zip(("--m", "--n", "--k"), mnk, strict=True) for text in (name, value)]
+    status, out, err = call(capsys, "run", "v1", "--backend", "emulator", *options)
+    assert (status, err) == (harness.OK, "") and "right" in out
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """Register V1 with one line of its source replaced."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("CUTE_MATMUL_CACHE", "0")
+    monkeypatch.setattr(registry, "_variants", dict(registry._variants))
+    count = itertools.count()
+
+    def make(old: str, new: str) -> str:
+        source = Path(registry.get("v1").load().__file__).read_text()
+        assert source.count(old) == 1
+        name = f"broken{next(count)}_{tmp_path.name}"
+        (tmp_path / f"{name}.py").write_text(source.replace(old, new))
+        registry.register(Variant(name, name, "broken", "on purpose"))
+        return name
+
+    return make
+
+
+def test_a_hazard_is_status_1_and_both_sides_are_named(capsys, broken):
+    name = broken("cute.arch.mbarrier_wait(full, phase)", "pass")
+    status, out, err = call(capsys, "run", name, "--backend", "emulator", "--k", "128")
+    assert status == harness.WRONG and f"the emulator found faults in {name}" in err
+    assert f"{name}.py:" in out and "hazard" in out
+    status, out, err = call(capsys, "run", name, "--backend", "emulator", "--k", "128", "--json")
+    row = json.loads(out)
+    assert status == harness.WRONG and not row["ok"] and row["emulator"]["hazards"]
+
+
+def test_a_deadlock_is_status_1_and_shown(capsys, broken):
+    never = broken("cute.arch.mbarrier_init(full, 1)", "cute.arch.mbarrier_init(full, 2)")
+    status, out, _ = call(capsys, "run", never, "--backend", "emulator", "--k", "64")
+    assert status == harness.WRONG and "DEADLOCK" in out and "deadlock in" in out
+
+
+def test_trace_draws_and_writes(capsys, tmp_path):
+    svg, perfetto = tmp_path / "both.svg", tmp_path / "both.json"
+    arguments = ["trace", "v1", "v2", "--m", "128", "--n", "256", "--k", "256", "--width", "90"]
+    status, out, err = call(capsys, *arguments, "--svg", str(svg), "--perfetto", str(perfetto))
+    assert (status, err) == (harness.OK, "")
+    assert out.index("V1 128x128x64") < out.index("V2 128x128x64,stages=2")
+    assert max(len(line) for line in out.splitlines() if "|" in line) <= 90
+    picture = ElementTree.parse(svg).getroot()
+    titles = [element.text for element in picture.iter() if element.get("class") == "title"]
+    assert titles == ["V1 128x128x64", "V2 128x128x64,stages=2"]
+    events = json.loads(perfetto.read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes) == [0, 1, 2, 3]  # two CTAs of each
+    assert [processes[pid].split(":")[0] for pid in (0, 2)] == titles
+    assert {event["pid"] for event in events} == set(processes)
+
+
+def test_trace_of_a_faulty_variant_is_status_1(capsys, broken):
+    name = broken("cute.arch.mbarrier_wait(full, phase)", "pass")
+    status, _, err = call(capsys, "trace", "v1", name, "--m", "128", "--n", "128", "--k", "128")
+    assert status == harness.WRONG and f"faults in {name}" in err and "faults in v1" not in err
 
 
 def outcome(**changes) -> harness.Outcome:
