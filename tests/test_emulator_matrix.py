@@ -466,6 +466,12 @@ def test_mma_sync_fragments(kind, k, d, c_type):
         result = unpack_accumulators(got[:, warp : warp + 1], 8, storage[d])
         if d == "s32":
             assert np.array_equal(result, (a @ b.T + c).astype(np.int32))
+        elif d == "f16" and kind in ("e4m3", "e5m2"):
+            lower = np.arange(k) % 4 < 2
+            half = np.float16
+            partial = (a[:, lower] @ b[:, lower].T).astype(half).astype(np.float64)
+            partial = (a[:, ~lower] @ b[:, ~lower].T + partial).astype(half).astype(np.float64)
+            assert np.array_equal(result, (partial + c).astype(half)), "three roundings: two HMMA and an addition"
         elif d == "f16":
             assert np.array_equal(result, (a @ b.T + c).astype(np.float16))
         else:

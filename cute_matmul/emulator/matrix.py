@@ -508,7 +508,25 @@ class Mma:
         """D registers (R, W, 32) from A, B and C registers of W warps."""
         left = _multiplicand_a(_stack(a, self.a_registers, "A"), ELEMENTS[self.a])
         right = _multiplicand_b(_stack(b, self.b_registers, "B"), ELEMENTS[self.b])
-        return _multiply_accumulate(self, left, right, _stack(c, self.c_registers, "C"), None, arithmetic)
+        c = _stack(c, self.c_registers, "C")
+        if self.a in FP8:
+            return self._execute_fp8(left, right, c, arithmetic)
+        return _multiply_accumulate(self, left, right, c, None, arithmetic)
+
+    def _execute_fp8(self, left: np.ndarray, right: np.ndarray, c: np.ndarray, arithmetic: Arithmetic) -> np.ndarray:
+        """sm_90 has no fp8 mma.sync: ptxas (13.0) widens to f16 and emits two HMMA and an addition of C.
+
+        The first takes the lower two of every four bytes of K, the second the upper two, both rounding to D's type.
+        """
+        lower = np.arange(self.k) % 4 < 2
+        partial = arithmetic(left[:, :, lower], right[:, :, lower], None, "f16", self.d)
+        partial = arithmetic(
+            left[:, :, ~lower], right[:, :, ~lower], partial.astype(np.float32, copy=False), "f16", self.d
+        )
+        addend = _from_fragments(c, np.float16 if self.c == "f16" else np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = partial.astype(np.float64) + addend.astype(np.float64)
+            return _to_fragments(wide.astype(np.float16 if self.d == "f16" else np.float32))
 
 
 # --- ldmatrix, stmatrix, movmatrix -------------------------------------------------------------------------

@@ -575,7 +575,7 @@ class Timeline:
         """(label, kind, events) of one CTA: loads by stage, tensor work, stores, waits by role and what for."""
         table: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
         rank = {LOAD: 0, TENSOR: 1, STORE: 2, WAIT: 3, SYNC: 3}
-        groups = {event.role for event in self.events if event.cta == cta and event.kind == TENSOR}
+        groups = {event.agent // 4 for event in self.events if event.cta == cta and event.kind == TENSOR}
         held: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for event in self.events:
             if event.cta == cta and event.kind in (WAIT, SYNC):
