@@ -7,6 +7,7 @@ shapes and strides alone is worked out once per combination and remembered as a 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,11 +82,13 @@ def matmul(
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # something is not a plain tensor: _make_plan says what
-    if plan is None or type(out) is not torch.Tensor:
+    if plan is None:
         plan = _make_plan(a, b, out, variant, config)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
+    elif not (type(a) is type(b) is type(out) is torch.Tensor):
+        _check_tensors(a, b, out)  # the plan may be of plain tensors with these shapes
     a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
     if (a_ptr | b_ptr) % OPERAND_ALIGN or out_ptr % plan.out_align:
         _check_alignment(a, b, out, plan)
@@ -116,6 +119,8 @@ def matmul(
             plan.function(*plan.arguments(a, b, out))
         return out
     if device < 0 and (backend == "auto" or backend == "emulator"):
+        _check_tensors(a, b, out)  # meta tensors have no device number either
+        _check_same_device(a, b, out)
         if backend == "auto":
             _check_patience(plan)
         report = _emulate(plan, a, b, out)
@@ -369,6 +374,11 @@ def _check_alignment(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plan: 
             )
 
 
+def _check_tensors(a: Any, b: Any, out: Any) -> None:
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        _check_tensor(name, tensor)
+
+
 def _check_same_device(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     for name, tensor in (("b", b), ("out", out)):
         if tensor.device != a.device:
@@ -382,17 +392,29 @@ def _check_overlap(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _overlap(out: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two 2-D tensors share a byte: exact for windows of one row-major buffer, else by their extents."""
+    """Whether two 2-D tensors share a byte: exact for windows of one buffer, else by their extents."""
     begin, start = out.data_ptr(), tensor.data_ptr()
     if start >= begin + _extent(out) or begin >= start + _extent(tensor):
         return False
-    pitch = out.stride(0)
-    if tensor.stride() != (pitch, 1) or out.stride(1) != 1:
+    runs = _run(out), _run(tensor)
+    if runs[0] is None or runs[1] is None:
         return True
-    # Windows of one buffer with rows of `pitch` elements share a byte where both their rows and columns meet,
-    # and their extents meet, so only the columns can keep them apart.
-    shift = (start - begin) // out.element_size() % pitch
-    return not (out.shape[1] <= shift and shift + tensor.shape[1] <= pitch)
+    (width, pitch), (other_width, other_pitch) = runs
+    # Each is runs of `width` elements, a multiple of `period` apart. The extents meet, so only their places
+    # within a period can keep the two apart.
+    period = math.gcd(pitch, other_pitch)
+    if period == 0:
+        return True
+    shift = (start - begin) // out.element_size() % period
+    return not (width <= shift and shift + other_width <= period)
+
+
+def _run(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """A matrix as runs of contiguous elements: (length of one, elements from one to the next), if it is that."""
+    for along, across in ((1, 0), (0, 1)):
+        if tensor.stride(along) == 1 or tensor.shape[along] == 1:
+            return tensor.shape[along], tensor.stride(across) if tensor.shape[across] > 1 else 0
+    return None
 
 
 def _check_device(device: int) -> None:

@@ -118,6 +118,15 @@ def accumulates_fp32(variant: str) -> bool:
     return registry.get(variant).load().RESOURCES.accumulator_bytes == 4
 
 
+def accepted_dtypes(variant: str) -> tuple[str, ...]:
+    return getattr(registry.get(variant).load(), "DTYPES", DTYPES)
+
+
+def variant_dtypes() -> list[tuple[str, str]]:
+    """(variant, dtype) for every type that every variant accepts."""
+    return [(name, dtype) for name in variants() for dtype in accepted_dtypes(name)]
+
+
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
@@ -212,30 +221,62 @@ def places(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.storage_offset() + rows[:, None] + columns
 
 
-def storable(out: torch.Tensor) -> bool:
-    """Whether an output has a dimension of unit stride and no two elements in the same place."""
+def storable(out: torch.Tensor, align: int) -> bool:
+    """Whether `out` has a dimension of unit stride, no two elements in one place, and rows at multiples of `align`.
+
+    align: bytes; rows are along whichever dimension has unit stride.
+    """
     if out.numel() == 0:
         return True
-    distinct = places(out).unique().numel() == out.numel()
-    return distinct and any(out.shape[d] == 1 or out.stride(d) == 1 for d in (0, 1))
+    if out.data_ptr() % align or places(out).unique().numel() != out.numel():
+        return False
+    for unit, other in ((1, 0), (0, 1)):
+        has_unit = out.shape[unit] == 1 or out.stride(unit) == 1
+        if has_unit and (out.shape[other] == 1 or out.stride(other) * 2 % align == 0):
+            return True
+    return False
 
 
 @contextmanager
-def refused(argument: str, kind: type[Exception] = Unsupported, *words: str):
-    """The block must raise `kind` with a message that begins with the argument and holds every word."""
+def refused(arguments: str | tuple[str, ...], kind: type[Exception] = Unsupported, *words: str):
+    """The block must raise `kind` with a message that begins with (one of) the arguments and holds every word."""
+    starts = (arguments,) if isinstance(arguments, str) else arguments
     with pytest.raises(kind) as caught:
         yield
     message = str(caught.value)
-    assert message.startswith(argument + " "), message
+    assert message.startswith(tuple(start + " " for start in starts)), message
     for word in words:
         assert word in message, f"{word!r} is not in: {message}"
 
 
-def assert_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: int = 1 << 14) -> None:
-    """Within the bound of `problem.check`, in blocks of rows so that a large product fits."""
+def assert_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, variant: str, rows: int = 1 << 14) -> None:
+    """Within the bound of the variant's accumulation, in blocks of rows so that a large product fits."""
     for first in range(0, max(1, out.shape[0]), rows):
-        checked = problem.check(out[first : first + rows], a[first : first + rows], b)
-        assert checked.ok, f"rows from {first}: {checked}"
+        block = slice(first, first + rows)
+        if accumulates_fp32(variant):
+            checked = problem.check(out[block], a[block], b)
+            assert checked.ok, f"rows from {first}: {checked}"
+        else:
+            _assert_right_in_fp16(out[block], a[block], b)
+
+
+def _assert_right_in_fp16(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """No farther from the float64 product than twice a sum that is rounded to fp16 after each K step of 16."""
+    if out.numel() == 0:
+        return
+    rounded = torch.zeros_like(out)
+    with problem._fp32_reduction():
+        for k in range(0, a.shape[1], 16):
+            step = a[:, k : k + 16].float() @ b[k : k + 16].float()
+            rounded = (rounded.float() + step).to(out.dtype)
+    assert torch.equal(out.isnan(), rounded.isnan())
+    infinite = rounded.isinf()
+    assert torch.equal(out[infinite], rounded[infinite]) and not out[~infinite].isinf().any()
+    finite = rounded.isfinite()
+    exact = problem.reference(a, b)
+    ours, allowed = (torch.where(finite, x.double() - exact, 0) for x in (out, rounded))
+    for distance in (torch.linalg.vector_norm, lambda error: error.abs().max()):
+        assert distance(ours) <= 2 * distance(allowed), (distance(ours).item(), distance(allowed).item())
 
 
 def check_product(
@@ -254,21 +295,28 @@ def check_product(
     def call() -> torch.Tensor:
         return matmul(a, b, out=output.tensor, variant=variant, config=config, backend=backend)
 
+    accepted = accepted_dtypes(variant)
+    align = getattr(registry.get(variant).load(), "OUT_ALIGN", 2)
     empty = output.tensor.numel() == 0 or a.shape[1] == 0
-    accepted = getattr(registry.get(variant).load(), "DTYPES", DTYPES)
+    culprits = tuple(
+        name
+        for name, fine in (
+            ("a", empty or describable(a)),
+            ("b", empty or describable(b)),
+            ("out", storable(output.tensor, 2 if empty else align)),
+        )
+        if not fine
+    )
     if dtype not in accepted:
         with refused("a", TypeError, *accepted):
             call()
-    elif not empty and not (describable(a) and describable(b)):
-        with refused("b" if describable(a) else "a"):
-            call()
-    elif not storable(output.tensor):
-        with refused("out", ValueError):
+    elif culprits:
+        with refused(culprits, ValueError):
             call()
     else:
         assert call() is output.tensor
         output.assert_only_inside_written()
-        assert_right(output.tensor, a, b)
+        assert_right(output.tensor, a, b, variant)
         return
     output.assert_not_written()
 
@@ -314,15 +362,15 @@ OVERLAPS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, t
         _window(buffer, 128, 0, 64, 64),
         _window(buffer, 63, 0, 64, 64),
     ),
-    "last column of a": lambda buffer: (
+    "last columns of a": lambda buffer: (
         _window(buffer, 0, 0, 64, 64),
         _window(buffer, 128, 0, 64, 64),
-        _window(buffer, 0, 63, 64, 64),
+        _window(buffer, 0, 56, 64, 64),
     ),
-    "first column of b": lambda buffer: (
+    "first columns of b": lambda buffer: (
         _window(buffer, 0, 0, 64, 64),
         _window(buffer, 128, 64, 64, 64),
-        _window(buffer, 130, 1, 64, 64),
+        _window(buffer, 130, 8, 64, 64),
     ),
     "a transposed": lambda buffer: (
         _window(buffer, 0, 0, 64, 64).t(),
@@ -363,6 +411,26 @@ NEIGHBOURS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor,
         _window(buffer, 128, 0, 64, 64),
         _window(buffer, 1, 0, 64, 64),
     ),
+    "columns beside a, which is transposed": lambda buffer: (
+        _window(buffer, 0, 0, 64, 64).t(),
+        _window(buffer, 128, 0, 64, 64),
+        _window(buffer, 0, 64, 64, 64),
+    ),
+    "columns beside b, transposed": lambda buffer: (
+        _window(buffer, 128, 0, 64, 64),
+        _window(buffer, 0, 128, 64, 64),
+        _window(buffer, 0, 64, 64, 64).t(),
+    ),
+    "every other row, a the others": lambda buffer: (
+        buffer[1:128:2, :64],
+        buffer[128:192, :64],
+        buffer[0:128:2, 32:96],
+    ),
+    "columns beside every other row": lambda buffer: (
+        buffer[0:128:2, :64],
+        buffer[128:192, :64],
+        buffer[0:64, 64:128],
+    ),
     "rows below": lambda buffer: (
         _window(buffer, 0, 0, 64, 64),
         _window(buffer, 64, 0, 64, 64),
@@ -375,7 +443,6 @@ def check_overlap(name: str, dtype: str, device: str, *, variant: str, backend: 
     buffer = draw((256, 512), dtype, device, 5)
     a, b, out = OVERLAPS[name](buffer)
     before = buffer.clone()
-    # NOTE: both may be hit, as in a call where out, a and b are one window; the first is named.
     with refused("out", ValueError, "overlap"):
         matmul(a, b, out=out, variant=variant, backend=backend)
     assert torch.equal(buffer, before)
@@ -387,7 +454,7 @@ def check_neighbours(name: str, dtype: str, device: str, *, variant: str, backen
     before, a_before, b_before = buffer.clone(), a.clone(), b.clone()
     out.fill_(float("nan"))
     assert matmul(a, b, out=out, variant=variant, backend=backend) is out
-    assert_right(out, a_before, b_before)
+    assert_right(out, a_before, b_before, variant)
     out.copy_(before.as_strided(out.shape, out.stride(), out.storage_offset()))
     assert torch.equal(buffer, before), "written outside the output"
 
@@ -429,7 +496,7 @@ def check_nonfinite(variant: str, dtype: str, device: str, *, backend: str = "au
     assert torch.equal(out.isnan(), nan)
     assert torch.equal(out.isinf(), inf)
     assert torch.equal(out[131].signbit()[inf[131]], b[419].signbit()[inf[131]])
-    assert_right(out, a, b)
+    assert_right(out, a, b, variant)
 
 
 def check_repeats(
