@@ -1163,6 +1163,18 @@ def test_columns_grow_beyond_the_first_capacity():
     assert kinds(s) == set()
 
 
+def test_more_readers_than_slots_at_first():
+    s = Script(warps=8)
+    s.store("st", 0, DATA, lanes=8)
+    s.sync()
+    for warp in range(8):
+        s.load(f"ld {warp}", warp, DATA, lanes=1)
+    s.store("next word", 0, DATA + 4, lanes=1)
+    assert kinds(s) == set()
+    s.store("st 2", 7, DATA, lanes=1)
+    assert {h.there.line for h in s.finish()} == {f"ld {w}" for w in range(7)}
+
+
 def test_stopped_run_does_not_ask_for_bytes_still_due():
     s = Script()
     s.init(0, FULL)

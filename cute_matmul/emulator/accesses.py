@@ -257,7 +257,8 @@ class SharedMemory:
                 if clash.any():
                     self._conflict("waw", by, cells, rows, clash)
         elif not untracked:
-            at = cells * shadow.read_epoch.shape[1] + shadow.readers(by.columns)[rows]
+            readers = shadow.readers(by.columns)[rows]  # may widen the table
+            at = cells * shadow.read_epoch.shape[1] + readers
             shadow.read_epoch.reshape(-1)[at] = by.epochs[rows]
             shadow.read_source.reshape(-1)[at] = 2 * by.src[rows]
         return unwritten
