@@ -137,7 +137,16 @@ class SimulatedDevice:
         return found
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        return step
+        """Runs the step once; a replay takes as long as that did, with noise, at the same mean power."""
+        board = self.board
+        time, energy = board.time, board.energy
+        step()
+        seconds, joules = board.time - time, board.energy - energy
+
+        def replay() -> None:
+            board.pass_time(seconds * math.exp(board.random.gauss(0, board.noise)), joules / seconds)
+
+        return replay
 
     def read_ceiling(self, nbytes: int, sets: int) -> dict[str, Any]:
         seconds = nbytes / 4.5e12

@@ -1,0 +1,234 @@
+"""Put the figures of perf/results into the pages: python perf/render.py [--check].
+
+A page holds pairs of markers; what is between them is generated:
+
+    <!-- perf:table suite=ladder -->  the table of the newest result of a suite, and its conditions
+    <!-- perf:row variant=v3 -->      what the newest ladder says of one rung, as a sentence
+    <!-- perf:plot name=ladder -->    a plot
+    <!-- perf:profile -->             what Nsight Compute says of the variants, from the newest profiles
+    <!-- /perf -->
+
+`dtype=bfloat16` chooses results of that type. `--agree A B` compares the ratios of two results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script. NOTE: this folder on the path would put profile.py in the standard one's place
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from perf import plots, results, tables
+
+PAGES = ("README.md", "perf/*.md", "docs/**/*.md")
+FIGURES = "perf/figures"
+
+BLOCK = re.compile(
+    r"(?P<open><!-- perf:(?P<kind>\w+)(?P<options>[^>]*?) -->\n)(?P<body>.*?)(?P<close><!-- /perf -->)", re.S
+)
+
+
+class Pages:
+    """The pages under `root`, filled from `records`."""
+
+    def __init__(self, root: Path, records: Sequence[tuple[Path, dict[str, Any]]], simulated: bool = False):
+        self.root = root
+        self.records = [(p, r) for p, r in records if r["complete"] and r["simulated"] == simulated]
+        self.stale: list[str] = []
+
+    def newest(self, suite: str, dtype: str = "float16") -> tuple[Path, dict[str, Any]] | None:
+        found = [(p, r) for p, r in self.records if r["suite"] == suite and r["conditions"].get("dtype") == dtype]
+        full = [(p, r) for p, r in found if not r["quick"]]
+        return (full or found or [None])[-1]
+
+    def by_suite(self, dtype: str = "float16") -> dict[str, dict[str, Any]]:
+        chosen = {suite: self.newest(suite, dtype) for suite in ("ladder", "square", "model", "decode")}
+        return {suite: found[1] for suite, found in chosen.items() if found}
+
+    # The kinds of block
+
+    def table(self, page: Path, suite: str = "ladder", dtype: str = "float16") -> str:
+        found = self.newest(suite, dtype)
+        if not found:
+            return _missing(suite, dtype)
+        path, record = found
+        link = os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
+        quick = " A quick run." if record["quick"] else ""
+        lines = [tables.body(record, tables.MARKDOWN), "", f"{tables.conditions(record)}{quick} [Raw samples]({link})."]
+        skipped = {s["contender"]: s["reason"] for s in record["skipped"] if s["shape"] is None or suite == "ladder"}
+        lines += ["", *(f"Not measured: {name}: {reason}." for name, reason in skipped.items())] if skipped else []
+        return "\n".join(lines)
+
+    def row(self, page: Path, variant: str, dtype: str = "float16") -> str:
+        found = self.newest("ladder", dtype)
+        if not found:
+            return _missing("ladder", dtype)
+        record = found[1]
+        shape = tables.shapes_of(record)[0]
+        burst, sustained = (tables.figures(record, phase, shape).get(variant) for phase in ("burst", "sustained"))
+        if burst is None:
+            return f"{variant} is not in the newest ladder ({found[0].name})."
+        config = next((c["details"].get("config") for c in record["checks"] if c["contender"] == variant), None)
+        text = f"{variant} ({config}) at {shape} {dtype} on {record['machine']['gpu']}: {burst.tflops:.0f} TFLOP/s"
+        if burst.ratio:
+            text += f", {tables.ratio_text(burst.ratio)} of cuBLAS,"
+        text += " in the first calls"
+        if sustained:
+            text += f"; {sustained.tflops:.0f} TFLOP/s"
+            if sustained.ratio:
+                text += f", {tables.ratio_text(sustained.ratio)} of cuBLAS,"
+            text += " under sustained load"
+            if sustained.energy:
+                text += f" at {sustained.energy.gross_pj:.2f} pJ/FLOP"
+        accumulate = tables.accumulate_of(record, variant)
+        return f"{text}. Sums in {accumulate}; cuBLAS adds in fp32."
+
+    def plot(self, page: Path, name: str, dtype: str = "float16") -> str:
+        if name not in plots.PLOTS:
+            raise ValueError(f"plot must be of {', '.join(plots.PLOTS)}; got {name!r}")
+        data = plots.PLOTS[name][0](self.by_suite(dtype))
+        if data is None:
+            return "No result yet for this plot."
+        link = os.path.relpath(self.figure(name, dtype), page.parent)
+        return f"![{plots.PLOTS[name][2]}]({link})"
+
+    def profile(self, page: Path, dtype: str = "float16") -> str:
+        from perf import profile
+
+        newest = {}
+        for _, record in self.records:
+            if record["suite"] == "profile" and record["conditions"]["dtype"] == dtype:
+                newest |= {m["variant"]: m for m in record["measurements"]}
+        if not newest:
+            return _missing("profile", dtype, "python perf/profile.py v2")
+        return profile.table([newest[name] for name in sorted(newest)], tables.MARKDOWN)
+
+    def figure(self, name: str, dtype: str) -> Path:
+        return self.root / FIGURES / (f"{name}.svg" if dtype == "float16" else f"{name}-{dtype}.svg")
+
+    # Writing and checking
+
+    def pages(self) -> list[Path]:
+        return sorted({path for pattern in PAGES for path in self.root.glob(pattern)})
+
+    def fill(self, page: Path, text: str) -> str:
+        kinds: dict[str, Callable[..., str]] = {
+            "table": self.table,
+            "row": self.row,
+            "plot": self.plot,
+            "profile": self.profile,
+        }
+
+        def replace(match: re.Match[str]) -> str:
+            kind, options = match["kind"], dict(item.split("=", 1) for item in match["options"].split())
+            if kind not in kinds:
+                raise ValueError(f"{page}: marker perf:{kind} must be of {', '.join(kinds)}")
+            return f"{match['open']}\n{kinds[kind](page, **options)}\n\n{match['close']}"
+
+        marks = len(re.findall(r"^<!-- perf:", text, re.M)), len(re.findall(r"^<!-- /perf -->", text, re.M))
+        if marks[0] != marks[1]:
+            raise ValueError(f"{page}: {marks[0]} opening and {marks[1]} closing perf markers")
+        return BLOCK.sub(replace, text)
+
+    def render(self, check: bool) -> list[str]:
+        """Write pages and plots; with `check` write nothing. Gives the files that were, or are, stale."""
+        stale = []
+        for page in self.pages():
+            old = page.read_text(encoding="utf-8")
+            new = self.fill(page, old)
+            if new != old:
+                stale.append(str(page.relative_to(self.root)))
+                if not check:
+                    results.write_atomically(page, new)
+        for dtype in ("float16", "bfloat16"):
+            records = self.by_suite(dtype)
+            for name, (numbers, _, _) in plots.PLOTS.items():
+                path, data = self.figure(name, dtype), numbers(records)
+                wanted = plots.digest(name, data) if data is not None else None
+                if plots.stored_digest(path) == wanted:
+                    continue
+                stale.append(str(path.relative_to(self.root)))
+                if not check and data is None:
+                    path.unlink()
+                elif not check:
+                    results.write_atomically(path, plots.svg(name, data))
+        return stale
+
+
+def _missing(suite: str, dtype: str, command: str | None = None) -> str:
+    command = command or f"python perf/run.py --suite {suite}" + ("" if dtype == "float16" else f" --dtype {dtype}")
+    return f"Not measured yet: `{command}`."
+
+
+def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
+    """For each ratio of two results of a suite, both values with their intervals and whether each is within the
+    other's; and whether all are."""
+    from tabulate import tabulate
+
+    rows, every = [], True
+    for phase in ("burst", "sustained"):
+        for shape in tables.shapes_of(one):
+            first, second = (tables.figures(r, phase, shape) for r in (one, two))
+            for name in first:
+                a, b = first[name].ratio, second[name].ratio if name in second else None
+                if a is None or b is None:
+                    continue
+                inside = a.low <= b.value <= a.high and b.low <= a.value <= b.high
+                every &= inside
+                rows.append(
+                    [
+                        phase,
+                        str(shape),
+                        name,
+                        tables.ratio_text(a),
+                        tables.ratio_text(b),
+                        f"{b.value / a.value - 1:+.2%}",
+                        "yes" if inside else "NO",
+                    ]
+                )
+    headers = ["phase", "shape", "", "first", "second", "second over first", "each within the other's"]
+    return tabulate(rows, headers=headers, disable_numparse=True), every
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="perf/render.py", description="Tables and plots from perf/results.")
+    top.add_argument("--check", action="store_true", help="write nothing; exit status 1 if anything is stale")
+    top.add_argument("--agree", nargs=2, type=Path, metavar="RESULT", help="compare the ratios of two results")
+    top.add_argument("--show", type=Path, metavar="RESULT", help="print one result's table")
+    top.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
+    top.add_argument("--root", type=Path, default=results.ROOT, metavar="FOLDER", help="where the pages are")
+    top.add_argument("--simulated", action="store_true", help="use simulated results only; needs another --root")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. 0: everything is as the results say; 1: something was stale under --check."""
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.show:
+        print(tables.report(results.load(options.show)))
+        return 0
+    if options.agree:
+        text, every = agreement(*(results.load(path) for path in options.agree))
+        print(text)
+        return 0 if every else 1
+    root = options.root.resolve()
+    if options.simulated and root == results.ROOT:
+        top.error("--simulated must be given another folder with --root: no made-up figure goes into these pages")
+    stale = Pages(root, results.all_results(options.results), options.simulated).render(options.check)
+    for name in stale:
+        print(f"stale: {name}" if options.check else f"wrote {name}")
+    if options.check and stale:
+        print("python perf/render.py brings these up to date", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
