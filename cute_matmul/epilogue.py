@@ -37,11 +37,11 @@ def store_direct(
         words = cute.recast_tensor(out, cutlass.Int32)
         word_ptr = cute.make_ptr(cutlass.Int32, mC.iterator.toint(), AddressSpace.gmem, assumed_align=4)
         mW = cute.make_tensor(word_ptr, cute.make_layout((rows, columns // 2), stride=(row_stride // 2, 1)))
-        for i in cutlass.range_constexpr(cute.size(words)):
+        for i in cutlass.range(cute.size(words), unroll_full=True):
             m, n = tCcC[2 * i]
             mW[m, n // 2] = words[i]
     else:
         tCgC = thr_mma.partition_C(cute.local_tile(mC, tile_mn, coord_mn))
-        for i in cutlass.range_constexpr(cute.size(out)):
+        for i in cutlass.range(cute.size(out), unroll_full=True):
             if cute.elem_less(tCcC[i], mC.shape):
                 tCgC[i] = out[i]

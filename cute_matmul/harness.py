@@ -374,7 +374,7 @@ def _on_emulator(name: str, problem: Problem, arguments: argparse.Namespace, tra
         backend="emulator",
         device=f"emulator, {arguments.schedule} schedule, seed {arguments.seed}",
         seconds=statistics.median(seconds) if seconds else None,
-        check=check(first, a, b) if arguments.check else None,
+        check=check(first, a, b, accumulator=registry.get(name).accumulator) if arguments.check else None,
         repeatable=repeatable,
         report=report,
     )
@@ -395,7 +395,7 @@ def _on_gpu(name: str, problem: Problem, arguments: argparse.Namespace) -> Outco
 
     ours()
     torch.cuda.synchronize()
-    checked = check(out, a, b) if arguments.check else None
+    checked = check(out, a, b, accumulator=registry.get(name).accumulator) if arguments.check else None
     first = out.clone()
 
     theirs_out = torch.empty_like(out)

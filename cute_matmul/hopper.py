@@ -9,7 +9,8 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 WGMMA_M = 64  # rows of D per warp group, fixed by the instruction (PTX ISA, wgmma.mma_async: m64nNk16)
 WGMMA_K = 16  # K extent of one 16-bit WGMMA

@@ -15,6 +15,13 @@ error spread over all elements shows.
   2^-23 * max_i |A[i, :]| * max_j |B[:, j]| (Cauchy-Schwarz on the sum of |a b|): what the order of additions
   may change where the sum cancels and both distances above are zero.
 
+A kernel that accumulates in fp16 (V6) has its own bound on top of these. WGMMA rounds the sum to 11 bits once for
+each 16 products, by at most 2^-11 of the partial sum (half a unit in the last place), S = ceil(K / 16) times:
+
+- largest error: S * 2^-11 * max_i |A[i, :]| * max_j |B[:, j]|, which holds for any operands;
+- relative norm: sqrt(S) * 2^-11, for roundings that are independent of each other, as random operands make them
+  (measured on an H200: a third of it).
+
 Infinities and nans must be where R, rounded to the output's dtype, has them, with the same sign; distances
 are taken over the finite elements.
 """
@@ -38,6 +45,10 @@ FACTOR = 2.0
 """How much farther from the reference a result may be than torch's own."""
 
 FP32_ULP = 2.0**-23
+FP16_ROUNDING = 2.0**-11
+FP16_STEP = 16
+"""Products that an fp16-accumulating WGMMA adds before it rounds the sum: its K extent."""
+ACCUMULATORS = ("float32", "float16")
 
 _REFERENCE_CHUNK_BYTES = 1 << 30
 
@@ -165,11 +176,16 @@ def torch_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b
 
 
-def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, factor: float = FACTOR) -> Check:
+def check(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, accumulator: str = "float32", factor: float = FACTOR
+) -> Check:
     """How far `out` (m, n) is from a (m, k) @ b (k, n); metric and bound are at the top of this module.
 
-    Raises ValueError where the shapes do not belong together.
+    accumulator: the type the kernel adds in, "float32" or "float16". Raises ValueError for another one, and where
+    the shapes do not belong together.
     """
+    if accumulator not in ACCUMULATORS:
+        raise ValueError(f"accumulator must be one of {', '.join(ACCUMULATORS)}; got {accumulator!r}")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
         shapes = ", ".join(str(tuple(x.shape)) for x in (out, a, b))
         raise ValueError(f"out must be (m, n), a (m, k), b (k, n); got {shapes}")
@@ -191,9 +207,7 @@ def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, factor: float 
     largest = _row_norms(a).max().item() * _row_norms(b.t()).max().item() if a.shape[1] else 0.0
     floor = FP32_ULP * largest
     floors = (floor, floor * measured.sum().item() ** 0.5 / norm if norm else floor)
-    at_best = [
-        max(pair) for pair in zip(distances(torch_matmul(a, b)), distances(rounded), floors, strict=True)
-    ]
+    at_best = [max(pair) for pair in zip(distances(torch_matmul(a, b)), distances(rounded), floors, strict=True)]
     max_abs, relative = distances(out)
 
     worst = None
@@ -202,7 +216,12 @@ def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, factor: float 
     elif measured.any():
         error = _zero_outside(out.double() - exact, measured)
         worst = divmod(int(error.abs().argmax()), out.shape[1])
-    return Check(max_abs, factor * at_best[0], relative, factor * at_best[1], int(mismatch.sum()), worst)
+    bounds = [factor * best for best in at_best]
+    if accumulator == "float16":
+        steps = -(-a.shape[1] // FP16_STEP)
+        bounds[0] += steps * FP16_ROUNDING * largest
+        bounds[1] += steps**0.5 * FP16_ROUNDING
+    return Check(max_abs, bounds[0], relative, bounds[1], int(mismatch.sum()), worst)
 
 
 def _same_nonfinite(out: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ ENTRY_POINT_GROUP = "cute_matmul.variants"
 ENVIRONMENT = "CUTE_MATMUL_VARIANT"
 BUILTIN_DEFAULT = "v2"
 
-MODULE_ATTRIBUTES = ("SPACE", "DEFAULT", "host")
-"""What a variant's module must define: its configurations, the one used untuned, its `@cute.jit` function."""
+MODULE_ATTRIBUTES = ("RESOURCES", "SPACE", "DEFAULT", "host")
+"""What a variant's module must define: its CTA, its configurations, the one used untuned, its `@cute.jit` function."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class Variant:
                 f"a variant's module defines {', '.join(MODULE_ATTRIBUTES)}"
             )
         return module
+
+    @property
+    def accumulator(self) -> str:
+        """The type the kernel adds in: its module's ACCUMULATOR, "float32" where it names none. Imports it."""
+        return getattr(self.load(), "ACCUMULATOR", "float32")
 
 
 _TMA = "K and N strides must be multiples of 16 bytes, base addresses 16-byte aligned (TMA)"

@@ -44,7 +44,7 @@ def test_entries_say_what_they_change_and_load(variant):
 
 
 def test_load_refuses_a_module_that_is_no_variant():
-    with pytest.raises(ImportError, match=r"'json' of variant 'odd' does not define SPACE, DEFAULT, host"):
+    with pytest.raises(ImportError, match=r"'json' of variant 'odd' does not define RESOURCES, SPACE, DEFAULT, host"):
         Variant("odd", "json", "t", "c").load()
 
 

@@ -29,7 +29,7 @@ SPACE = tuple(
     for num_stages in range(2, 8)
     if RESOURCES.refusal(config := TileConfig((tile_m, 128, tile_k), num_stages)) is None
 )
-DEFAULT = TileConfig((128, 128, 64), num_stages=3)
+DEFAULT = TileConfig((128, 128, 64), num_stages=2)
 
 
 @cute.jit

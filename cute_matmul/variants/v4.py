@@ -28,10 +28,10 @@ SPACE = tuple(
     config
     for tile_mn in ((128, 128), (128, 256), (256, 128))
     for num_stages in range(2, 7)
-    for raster_group in (1, 8, 16)
+    for raster_group in (1, 8, 12, 16)
     if RESOURCES.refusal(config := TileConfig((*tile_mn, 64), num_stages, raster_group=raster_group)) is None
 )
-DEFAULT = TileConfig((128, 256, 64), num_stages=4, raster_group=8)
+DEFAULT = TileConfig((128, 256, 64), num_stages=3, raster_group=12)
 
 
 @cute.jit

@@ -34,12 +34,13 @@ RESOURCES = Resources(
     grid_dims=1,
 )
 DTYPES = ("float16",)
+ACCUMULATOR = "float16"
 OUT_ALIGN = 16  # bytes: TMA stores the output
 
 SPACE = tuple(
     TileConfig((256, 256, 64), num_stages, raster_group=raster_group)
     for num_stages in (2, 3)
-    for raster_group in (1, 4, 8, 16)
+    for raster_group in (1, 8, 11, 12, 16)
 )
 DEFAULT = TileConfig((256, 256, 64), num_stages=3, raster_group=8)
 
