@@ -155,6 +155,9 @@ class Findings:
             self._found[kind, src, other_src] = finding
         finding.count += 1
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def seen(self, kind: str, src: int, other_src: int) -> bool:
         """Whether this hazard was met before; if so it is counted once more."""
         finding = self._found.get((kind, int(src), int(other_src)))

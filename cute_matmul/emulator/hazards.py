@@ -846,6 +846,12 @@ class HazardEngine:
         self._exited.add(cta)
         self.smem.shadow.release(cta)
 
+    @property
+    def found(self) -> bool:
+        """Whether any hazard has been met so far."""
+        self._flush()
+        return bool(self.findings)
+
     def finish(self, stopped: bool = False) -> list[Hazard]:
         """All hazards, the first met first.
 

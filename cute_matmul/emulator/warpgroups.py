@@ -76,6 +76,7 @@ class WarpGroups:
                 agent = int(flat[row])
                 other = touched[row, register]
                 self.findings.add("missing-wgmma-fence", src, [agent], other, other_agents=(agent,))
+                self._touched[flat[:, None], ids] = -1  # once is enough
         self._pending[flat[:, None], ids] = self.issued[flat][:, None]
         return columns, group
 
