@@ -30,6 +30,8 @@ LOAD_MARGIN = 1.05
 
 LEAST_ROUNDS = 3
 
+SAVE_EVERY_S = 2.0
+
 
 class Skip(Exception):
     """A contender that cannot take part, and why."""
@@ -84,7 +86,7 @@ class _Ready:
 
 
 class Run:
-    """One run of a suite into `record`, which `save` is called for after each measurement."""
+    """One run of a suite into `record`, which is written by `save` every few seconds; the caller writes the end."""
 
     def __init__(
         self,
@@ -99,9 +101,15 @@ class Run:
     ):
         self.device, self.suite, self.effort = device, suite, effort
         self.contenders, self.layout = list(contenders), layout
-        self.record, self.save, self.progress = record, save, progress or Quiet()
-        self.started = device.now()
+        self.record, self._write, self.progress = record, save, progress or Quiet()
+        self.started = self._saved = device.now()
         drop_cut_rounds(record)
+
+    def save(self) -> None:
+        """Write the record, unless it was written just before: a long run's file takes a while to write."""
+        if self.device.now() - self._saved >= SAVE_EVERY_S:
+            self._write()
+            self._saved = self.device.now()
 
     # What the record holds
 
@@ -264,7 +272,7 @@ class Run:
             begin = self.device.now()
             samples = self.device.elapsed(ready.take(self.effort.burst_calls))
             end = self.device.now()
-        return {"before": before, "samples_s": samples, "board": summary(readings, begin, end)}
+        return {"before": before, "samples_s": _short(samples), "board": summary(readings, begin, end)}
 
     def _chunk(self, ready: _Ready) -> int:
         """Steps between two events of a block."""
@@ -298,12 +306,17 @@ class Run:
             end = self.device.now()
         board = summary(readings, begin, end)
         return {
-            "samples_s": samples,
+            "samples_s": _short(samples),
             "steps_per_sample": size,
             "seconds": sum(samples),
             "wall_s": end - begin,
             "board": board,
         }
+
+
+def _short(samples: Sequence[float]) -> list[float]:
+    """To the tenth of a nanosecond: events tell half a microsecond."""
+    return [round(s, 10) for s in samples]
 
 
 def drop_cut_rounds(record: dict[str, Any]) -> int:

@@ -182,7 +182,7 @@ def draw_ladder(data: Data) -> Any:
     axes.barh(places, values, 0.66, color=[VARIANT if r["kind"] == "variant" else PEER for r in rows])
     for place, value in zip(places, values, strict=True):
         over = f"  {value / data['cublas']:.2f}x" if data["cublas"] else ""
-        axes.text(value + data["peak"] * 0.008, place, f"{value:.0f}{over}", va="center")
+        axes.text(value - data["peak"] * 0.01, place, f"{value:.0f}{over}", va="center", ha="right", color="white")
     marks = [(data["peak"], "peak", "--")] + ([(data["cublas"], "cuBLAS", ":")] if data["cublas"] else [])
     for value, text, style in marks:
         axes.axvline(value, color=INK, linestyle=style, linewidth=1)

@@ -71,7 +71,7 @@ class Board:
             clock_mhz=round(self.clock),
             power_w=round(self.power, 1),
             temperature_c=round(self.temperature),
-            energy_j=self.energy - self.power * (self.time - steps),
+            energy_j=round(self.energy - self.power * (self.time - steps), 3),  # the counter's unit: 1 mJ
             reasons=0x4 if self.power >= LIMIT_W else (0x1 if self.power <= IDLE_W else 0),
         )
 

@@ -1,0 +1,284 @@
+"""The whole runner on a simulated board: order, checks before timing, resume, budget, what a result says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from perf import host, measure, results, run, simulation, suites, tables
+from perf.device import Layout, sets_needed
+from perf.suites import Shape
+
+SHAPE = Shape(8192, 8192, 8192)
+EFFORT = suites.Effort(burst_rounds=3, sustained_rounds=3, warm_s=0.5, idle_total_s=60, budget_s=1e6)
+
+
+def suite_of(*shapes, memory_bound=False):
+    return suites.Suite("ladder", shapes or (SHAPE,), ("ladder",), ("cublas",), EFFORT, EFFORT, memory_bound)
+
+
+def empty_record(suite, contenders):
+    return {
+        "suite": suite.name,
+        "shapes": [{"mnk": list(s.mnk), "name": s.name} for s in suite.shapes],
+        "contenders": [
+            {"name": c.name, "label": c.label, "kind": c.kind, "accumulate": c.accumulate} for c in contenders
+        ],
+        "machine": {"sm_count": 132},
+        "conditions": {},
+        "skipped": [],
+        "failed": [],
+        "checks": [],
+        "ceilings": [],
+        "measurements": [],
+    }
+
+
+def measured(suite=None, effort=EFFORT, device=None, contenders=None, names=("v1", "v6")):
+    suite = suite or suite_of()
+    device = device or simulation.SimulatedDevice()
+    contenders = contenders or simulation.contenders(device, names, ["cublas"])
+    record = empty_record(suite, contenders)
+    measure.Run(device, suite, effort, contenders, Layout(), record, lambda: None).measure()
+    return record
+
+
+def rounds(record, phase):
+    found = {}
+    for m in record["measurements"]:
+        if m["phase"] == phase:
+            found.setdefault(m["round"], []).append(m["contender"])
+    return found
+
+
+def test_contenders_take_turns_and_change_places():
+    record = measured()
+    for phase in ("burst", "sustained"):
+        by_round = rounds(record, phase)
+        assert sorted(by_round) == [0, 1, 2]
+        assert all(sorted(names) == ["cublas", "v1", "v6"] for names in by_round.values())
+        assert len({tuple(names) for names in by_round.values()}) == 3
+
+
+def test_bursts_start_at_rest_and_come_before_sustained_blocks():
+    record = measured()
+    phases = [m["phase"] for m in record["measurements"]]
+    assert phases == sorted(phases)
+    for m in record["measurements"]:
+        if m["phase"] == "burst":
+            assert len(m["samples_s"]) == EFFORT.burst_calls
+            assert m["before"]["reached"] and m["before"]["clock_mhz"] == simulation.IDLE_MHZ
+
+
+def test_blocks_last_and_record_the_board():
+    for m in measured()["measurements"]:
+        if m["phase"] == "sustained":
+            assert m["seconds"] >= EFFORT.block_s
+            assert m["board"]["energy_j"] == pytest.approx(m["board"]["power_w"] * m["wall_s"], rel=0.01)
+    held = [m["board"]["held_by"] for m in measured()["measurements"] if m["contender"] == "cublas"]
+    assert "power_cap" in held[-1]
+
+
+def test_figures_are_those_of_the_model():
+    record = measured()
+    burst = tables.figures(record, "burst", SHAPE)
+    assert burst["v1"].tflops == pytest.approx(560, rel=0.01)
+    assert burst["v1"].ratio.value == pytest.approx(560 / 780, rel=0.01)
+    sustained = tables.figures(record, "sustained", SHAPE)
+    assert sustained["cublas"].tflops < 0.95 * burst["cublas"].tflops
+    v6 = sustained["v6"]
+    assert v6.energy.gross_pj == pytest.approx(v6.power_w / v6.tflops, rel=0.01)
+    idle = record["conditions"]["idle"]["power_w"]
+    assert v6.energy.gross_pj - v6.energy.net_pj == pytest.approx(idle / v6.tflops, rel=0.01)
+    assert v6.peak == pytest.approx(v6.tflops * 1e12 / (132 * 4096 * v6.clock_mhz * 1e6))
+
+
+def test_a_wrong_result_is_not_timed():
+    device = simulation.SimulatedDevice()
+    contenders = simulation.contenders(device, ["v1", "v2"], ["cublas"])
+    contenders[1].wrong = True
+    record = measured(device=device, contenders=contenders)
+    assert {m["contender"] for m in record["measurements"]} == {"v1", "cublas"}
+    assert record["failed"][0]["contender"] == "v2"
+    assert "wrong result" in record["failed"][0]["reason"]
+
+
+def test_every_contender_is_checked_before_anything_is_timed():
+    device = simulation.SimulatedDevice()
+    log = []
+    device.check = lambda *_: log.append("check") or {"relative": 0.0}
+    burst = measure.Run._burst
+    contenders = simulation.contenders(device, ["v1"], ["cublas"])
+    runner = measure.Run(
+        device, suite_of(), EFFORT, contenders, Layout(), empty_record(suite_of(), contenders), lambda: None
+    )
+    runner._burst = lambda *a: log.append("burst") or burst(runner, *a)
+    runner.measure()
+    assert log.index("burst") == 2
+    assert Counter(log)["check"] == 2
+
+
+def test_who_cannot_take_part_is_skipped_with_a_reason():
+    device = simulation.SimulatedDevice()
+    contenders = simulation.contenders(device, ["v1"], ["cublas", "quack"])
+    contenders[2].skip = "quack-kernels is not installed"
+    record = measured(device=device, contenders=contenders)
+    assert record["skipped"] == [
+        {"contender": "quack", "shape": list(SHAPE.mnk), "reason": "quack-kernels is not installed"}
+    ]
+
+
+def test_short_calls_are_timed_in_graphs_that_use_every_operand_set():
+    small = Shape(512, 512, 512)
+    record = measured(suite=suite_of(small), effort=replace(EFFORT, sustained_rounds=0))
+    sets = sets_needed(small, simulation.SimulatedDevice().l2_bytes)
+    assert sets * small.input_bytes() >= 3 * simulation.SimulatedDevice().l2_bytes
+    for m in record["measurements"]:
+        assert m["method"] == "graph" and m["calls_per_sample"] >= sets
+    assert tables.figures(record, "burst", small)["v1"].seconds == pytest.approx(1e-6, rel=0.05)
+
+
+def test_memory_bound_suites_are_held_against_a_measured_ceiling():
+    shape = Shape(16, 8192, 8192)
+    record = measured(suite=suite_of(shape, memory_bound=True), effort=replace(EFFORT, sustained_rounds=0))
+    assert record["ceilings"][0]["bytes"] == shape.input_bytes()
+    record["suite"] = "decode"
+    assert "89%" in tables.decode(record)
+
+
+def test_rounds_beyond_three_stop_at_the_budget():
+    effort = replace(EFFORT, burst_rounds=9, sustained_rounds=9, budget_s=60.0)
+    record = measured(effort=effort)
+    assert 3 <= len(rounds(record, "sustained")) < 9
+    assert len(rounds(measured(effort=replace(effort, budget_s=0.0)), "burst")) == 3
+
+
+@pytest.mark.parametrize("cut", [4, 15, 30, 40])
+def test_a_stopped_run_keeps_whole_rounds_and_goes_on(cut, tmp_path, capsys):
+    arguments = ["--simulate", "--results", str(tmp_path), "--variants", "v1,v6", "--peers", "cublas"]
+    device = simulation.SimulatedDevice(interrupt_after=cut)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "SimulatedDevice", lambda: device)
+        assert run.main(arguments) == run.INTERRUPTED
+    (path,) = tmp_path.glob("*.json")
+    stopped = results.load(path)
+    assert not stopped["complete"]
+    kept = {(m["phase"], m["round"], m["contender"]): m["samples_s"] for m in stopped["measurements"]}
+
+    assert run.main(arguments) == run.OK
+    (path,) = tmp_path.glob("*.json")
+    whole = results.load(path)
+    assert whole["complete"] and len(whole["resumed"]) == 1
+    assert f"going on with {path}" in capsys.readouterr().out
+    seen = Counter((m["phase"], m["round"], m["contender"]) for m in whole["measurements"])
+    assert set(seen.values()) == {1}
+    assert len(seen) == 3 * 2 * suites.SUITES["ladder"].effort.burst_rounds
+    measure.drop_cut_rounds(stopped)
+    for m in stopped["measurements"]:
+        again = next(w for w in whole["measurements"] if all(w[k] == m[k] for k in ("phase", "round", "contender")))
+        assert again["samples_s"] == kept[(m["phase"], m["round"], m["contender"])]
+
+
+def test_another_kind_of_run_does_not_go_on_with_a_stopped_one(tmp_path):
+    base = ["--simulate", "--results", str(tmp_path), "--variants", "v1", "--peers", "cublas", "--quick"]
+    device = simulation.SimulatedDevice(interrupt_after=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "SimulatedDevice", lambda: device)
+        assert run.main(base) == run.INTERRUPTED
+    assert run.main([*base, "--dtype", "bf16"]) == run.OK
+    assert run.main([*base, "--variants", "v2"]) == run.OK
+    assert run.main([*base, "--no-resume"]) == run.OK
+    assert len(list(tmp_path.glob("*.json"))) == 4
+
+
+def test_cut_rounds_are_dropped_whole():
+    record = measured()
+    last = record["measurements"].pop()
+    dropped = measure.drop_cut_rounds(record)
+    assert dropped == last["of"] - 1
+    assert not any(m["phase"] == "sustained" and m["round"] == last["round"] for m in record["measurements"])
+
+
+def test_a_result_says_everything_about_itself(tmp_path):
+    arguments = ["--simulate", "--results", str(tmp_path), "--variants", "v1", "--peers", "cublas", "--quick"]
+    assert run.main(arguments) == run.OK
+    (path,) = tmp_path.glob("*-simulated-h200-ladder.json")
+    record = json.loads(path.read_text())
+    assert record["simulated"] and record["complete"] and record["quick"]
+    assert {"commit", "clean", "machine", "versions", "conditions", "command", "started", "finished"} <= set(record)
+    assert {"gpu", "driver", "sm_count", "l2_bytes"} <= set(record["machine"])
+    assert record["conditions"]["idle"]["clock_mhz"] == simulation.IDLE_MHZ
+    assert results.load(path) == record
+    assert results.latest([(path, record)], "ladder") is None, "a simulated result is never taken for a measured one"
+
+
+def test_simulated_results_stay_out_of_the_projects_folder(capsys):
+    assert run.main(["--simulate"]) == run.USAGE
+    assert "--results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments,said",
+    [
+        (["--dtype", "fp8"], "dtype must be float16"),
+        (["--shape", "12x"], "shape must look like"),
+        (["--shape", "0"], "positive"),
+        (["--peers", "mkl"], "peers must be of cublas"),
+        (["--variants", "v99"], "variant must be one of"),
+        (["--config", "v2"], "config must look like"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, said, tmp_path, capsys):
+    assert run.main(["--simulate", "--results", str(tmp_path), *arguments]) == run.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_names_of_results_do_not_collide(tmp_path):
+    started = results.now()
+    first = results.new_path(tmp_path, started, "NVIDIA H200", "ladder", "float16")
+    assert first.name == f"{started:%Y-%m-%d}-h200-ladder.json"
+    first.touch()
+    assert results.new_path(tmp_path, started, "NVIDIA H200", "ladder", "float16").name.endswith("-ladder-2.json")
+    assert results.new_path(tmp_path, started, "NVIDIA H200", "ladder", "bfloat16").name.endswith("-bfloat16.json")
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    results.write_atomically(path, "old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        results.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_suites_hold_the_shapes_of_the_case_file():
+    cases = json.loads((Path(__file__).parent / "data" / "suite.json").read_text())
+    for name in ("square", "model", "decode"):
+        wanted = [(tuple(c["mnk"]), c.get("name", "")) for c in cases[name]]
+        assert [(s.mnk, s.name) for s in suites.SUITES[name].shapes] == wanted
+
+
+def test_host_calls_take_turns_with_an_empty_queue():
+    log = []
+    calls = {name: (lambda n=name: log.append(n)) for name in ("a", "b", "c")}
+    taken = host.time_calls(calls, 250, lambda: log.append("sync"))
+    assert {name: len(values) for name, values in taken.items()} == {"a": 250, "b": 250, "c": 250}
+    called = [entry for entry in log if entry != "sync"]
+    assert log[1::2] == ["sync"] * len(called)
+    turns = [called[i] for i in range(0, len(called), host.TURN + 1)]
+    assert len(turns) == 9 and all(set(turns[i : i + 3]) == {"a", "b", "c"} for i in (0, 3, 6))
+
+
+def test_thinned_samples_keep_their_percentiles():
+    values = [float(i) for i in range(10_000)][::-1]
+    kept = host.thin(values)
+    assert len(kept) == host.KEPT and kept[0] == 0 and kept[-1] == 9999
+    assert kept[len(kept) // 2] == pytest.approx(5000, abs=5)
