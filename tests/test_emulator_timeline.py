@@ -316,3 +316,14 @@ def test_chrome_trace_is_loadable_and_in_microseconds(tmp_path):
     first = min((entry for entry in spans if entry["cat"] == TENSOR), key=lambda entry: entry["ts"])
     assert (first["ts"], first["dur"]) == (7.0, 4.0) and first["name"] == "wgmma[0] #0"
     assert first["args"]["source"] == "ring.py:4"
+
+
+def test_copies_of_one_fill_are_one_bar():
+    tracer = Tracer(1, 1, model=ROUND)
+    tracer.start(np.arange(1))
+    tracer.bulk_load([0, 0], 0, [0, 0], [0, 16384], STAGE_BYTES // 2, [0, 0], [64, 64])
+    timeline = tracer.timeline()
+    assert overlap(timeline.events).loads == 2
+    ((label, kind, events),) = timeline.rows()
+    assert (label, kind) == ("load stage 0", LOAD)
+    assert [(event.start, event.end, event.count, event.nbytes) for event in events] == [(0, 700, 2, STAGE_BYTES)]

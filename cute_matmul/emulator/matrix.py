@@ -365,9 +365,8 @@ class Wgmma:
         return _ranges(self, None if a is None or self.a_in_registers else int(a), int(b))
 
     def read_granules(self, a: int | None, b: int) -> np.ndarray:
-        """The same bytes as sorted addresses of 16-byte granules, int64 (n,)."""
-        ranges = self.reads(a, b)
-        return np.concatenate([np.arange(lo, lo + size, GRANULE) for lo, size in ranges])
+        """The same bytes as sorted addresses of 16-byte granules, int64 (n,), read-only."""
+        return _read_granules(self, None if a is None or self.a_in_registers else int(a), int(b))
 
 
 def uniform(values: np.ndarray | Sequence[int], groups: int, what: str) -> np.ndarray:
@@ -389,15 +388,22 @@ def uniform(values: np.ndarray | Sequence[int], groups: int, what: str) -> np.nd
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranges(op: Wgmma, a: int | None, b: int) -> np.ndarray:
+def _read_granules(op: Wgmma, a: int | None, b: int) -> np.ndarray:
     parts = [op._operand_granules("b", b).ravel()]
     if a is not None:
         parts.append(op._operand_granules("a", a).ravel())
-    granules = np.unique(np.concatenate(parts))
-    breaks = np.flatnonzero(np.diff(granules) != 1) + 1
-    starts = granules[np.concatenate(([0], breaks))]
-    ends = granules[np.concatenate((breaks - 1, [len(granules) - 1]))] + 1
-    ranges = np.stack((starts, ends - starts), axis=1) * GRANULE
+    addresses = np.unique(np.concatenate(parts)) * GRANULE
+    addresses.setflags(write=False)
+    return addresses
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(op: Wgmma, a: int | None, b: int) -> np.ndarray:
+    addresses = _read_granules(op, a, b)
+    breaks = np.flatnonzero(np.diff(addresses) != GRANULE) + 1
+    starts = addresses[np.concatenate(([0], breaks))]
+    ends = addresses[np.concatenate((breaks - 1, [len(addresses) - 1]))] + GRANULE
+    ranges = np.stack((starts, ends - starts), axis=1)
     ranges.setflags(write=False)
     return ranges
 

@@ -217,7 +217,7 @@ class Tracer:
     def _warp_group(self, agent: int) -> tuple[int, int]:
         return agent // self.warps_per_cta, agent % self.warps_per_cta // 4
 
-    def wgmma(self, agents: np.ndarray, src: int, cells: np.ndarray, acc=(), a_regs=(), *, op) -> None:
+    def wgmma(self, agents: np.ndarray, src: int, cells: np.ndarray, acc=(), a_regs=(), reads_acc=None, *, op) -> None:
         """One instruction `op` (with `.n`) by each row of four warps; cells say which stage it reads."""
         cycles = self.model.wgmma(op.n)
         for four, granules in zip(np.asarray(agents).tolist(), np.asarray(cells), strict=True):
@@ -572,7 +572,10 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
     def rows(self, cta: int = 0) -> list[tuple[str, str, list[Event]]]:
-        """(label, kind, events) of one CTA: loads by stage, tensor work, stores, waits by role and what for."""
+        """(label, kind, events) of one CTA: loads by stage, tensor work, stores, waits by role and what for.
+
+        Copies that fill a stage together (A and B) are one event here; waits below 1% of the time are left out.
+        """
         table: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
         rank = {LOAD: 0, TENSOR: 1, STORE: 2, WAIT: 3, SYNC: 3}
         groups = {event.agent // 4 for event in self.events if event.cta == cta and event.kind == TENSOR}
@@ -596,7 +599,15 @@ class Timeline:
                 if event.agent != speaker[event.role]:
                     continue
             table[rank[event.kind], label, WAIT if event.kind == SYNC else event.kind].append(event)
-        return [(label, kind, table[_, label, kind]) for _, label, kind in sorted(table)]
+        span = self.end - min((event.start for event in self.events), default=0.0)
+        rows = []
+        for order, label, kind in sorted(table):
+            events = table[order, label, kind]
+            if kind == LOAD:
+                events = _fills(events)
+            if kind != WAIT or sum(event.duration for event in events) >= 0.01 * span:
+                rows.append((label, kind, events))
+        return rows
 
     def summary(self, cta: int = 0) -> str:
         """One line of facts about a CTA."""
@@ -668,6 +679,24 @@ class Timeline:
         """The same timeline with `by` cycles added to every time."""
         moved = tuple(replace(event, start=event.start + by, end=event.end + by) for event in self.events)
         return Timeline(moved, self.kernel, self.model)
+
+
+def _fills(loads: Sequence[Event]) -> list[Event]:
+    """Copies for the same fill of the same stage, joined into one event each."""
+    joined: dict[tuple, Event] = {}
+    for number, event in enumerate(loads):
+        key = (event.stage, event.use) if event.stage is not None else (None, number)
+        if key in joined:
+            first = joined[key]
+            event = replace(
+                first,
+                start=min(first.start, event.start),
+                end=max(first.end, event.end),
+                count=first.count + event.count,
+                nbytes=first.nbytes + event.nbytes,
+            )
+        joined[key] = event
+    return list(joined.values())
 
 
 def _caption(event: Event) -> str:
