@@ -124,6 +124,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--svg", metavar="FILE", help="also write the timelines under one another as an SVG picture")
     sub.add_argument("--perfetto", metavar="FILE", help="also write them as JSON for https://ui.perfetto.dev")
     sub.add_argument("--cta", type=int, default=0, help="which CTA is drawn (default 0)")
+    kinds = ",".join(harness.TRACE_KINDS)
+    sub.add_argument("--kinds", default=kinds, help=f"rows of the SVG picture (default {kinds})")
     sub.add_argument("--until", type=float, metavar="CYCLES", help="crop the SVG picture there")
     sub.add_argument("--width", type=int, help="columns to use (default: the terminal's)")
     sub.set_defaults(command=lambda arguments: harness.trace(arguments.variants, arguments))

@@ -32,6 +32,7 @@ BACKENDS = ("auto", "gpu", "emulator", "compile")
 SCHEDULES = ("round_robin", "random", "adversarial")
 GPU_SHAPE = 8192
 EMULATOR_SHAPE = 256
+TRACE_KINDS = ("load", "tensor", "store", "wait")
 TRACE_SHAPE = (256, 256, 512)
 """Few tiles, but k_tiles enough that a ring of stages wraps."""
 
@@ -300,6 +301,9 @@ def trace(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
     if arguments.config is not None and len(names) > 1:
         raise Refused(f"--config fits one variant, got {len(names)}: {', '.join(names)}")
+    kinds = tuple(arguments.kinds.split(","))
+    if not set(kinds) <= set(TRACE_KINDS):
+        raise Refused(f"--kinds must be of {','.join(TRACE_KINDS)}; got {arguments.kinds}")
     arguments.repeat, arguments.check = 1, True
     outcomes = [
         _on_emulator(registry.get(name).name, _problem(arguments, *TRACE_SHAPE), arguments, True) for name in names
@@ -311,7 +315,8 @@ def trace(names: Sequence[str], arguments: argparse.Namespace) -> int:
         raise Refused(f"--cta must be one of 0 to {ctas}, got {arguments.cta}")
     panels = [(f"{outcome.variant.upper()} {outcome.config}", outcome.report.timeline) for outcome in outcomes]
     if arguments.svg:
-        Path(arguments.svg).write_text(stacked_svg(panels, cta=arguments.cta, until=arguments.until), encoding="utf-8")
+        picture = stacked_svg(panels, cta=arguments.cta, until=arguments.until, kinds=kinds)
+        Path(arguments.svg).write_text(picture, encoding="utf-8")
     if arguments.perfetto:
         Path(arguments.perfetto).write_text(json.dumps(_together(panels)), encoding="utf-8")
     width = arguments.width or shutil.get_terminal_size((100, 24)).columns

@@ -81,6 +81,7 @@ def test_inspect_table_and_config(capsys):
         (["trace", "v1", "v2", "--config", "128x128x64"], "--config fits one variant, got 2: v1, v2"),
         (["trace", "v1", "--cta", "4"], "--cta must be one of 0 to 3, got 4"),
         (["trace", "v1", "--m", "0"], "nothing to trace"),
+        (["trace", "v1", "--kinds", "load,mma"], "--kinds must be of load,tensor,store,wait; got load,mma"),
         (["diff", "v1", "v2", "--width", "10"], "width must be at least 40"),
     ],
 )
@@ -210,11 +211,24 @@ def test_trace_draws_and_writes(capsys, tmp_path):
     picture = ElementTree.parse(svg).getroot()
     titles = [element.text for element in picture.iter() if element.get("class") == "title"]
     assert titles == ["V1 128x128x64", "V2 128x128x64,stages=2"]
+    assert {element.get("class") for element in picture.iter()} >= {"load", "tensor", "store", "wait"}
     events = json.loads(perfetto.read_text())["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(processes) == [0, 1, 2, 3]  # two CTAs of each
     assert [processes[pid].split(":")[0] for pid in (0, 2)] == titles
     assert {event["pid"] for event in events} == set(processes)
+
+
+def test_the_command_in_the_readme_draws_its_picture(capsys, monkeypatch, tmp_path):
+    readme = (Path(cli.__file__).parent.parent / "README.md").read_text()
+    (line,) = re.findall(r"^python -m cute_matmul (trace .*)$", readme, re.MULTILINE)[-1:]
+    *arguments, option, target = line.split()
+    assert option == "--svg" and f"]({target})" in readme and (Path(cli.__file__).parent.parent / target).is_file()
+    monkeypatch.chdir(tmp_path)
+    status, _, err = call(capsys, *arguments, "--svg", "picture.svg")
+    assert (status, err) == (harness.OK, "")
+    classes = [element.get("class") for element in ElementTree.parse("picture.svg").iter()]
+    assert classes.count("load") >= 16 and classes.count("tensor") > 0 and "wait" not in classes
 
 
 def test_trace_of_a_faulty_variant_is_status_1(capsys, broken):
