@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 _REGISTER = re.compile(r"%[a-z]+\d+")
-_COMMENT = re.compile(r"//[^\n]*")
+# Comments and line information, which ends with its line and not with a semicolon.
+_NO_CODE = re.compile(r"//[^\n]*|^\s*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
 _LABEL = re.compile(r"([\w$]+):(?!:)")
 # Instructions whose first operand is read or is an address (PTX ISA, each instruction's syntax).
 _NO_RESULT = re.compile(
@@ -27,7 +28,7 @@ class Instruction:
 
 def instructions(ptx: str) -> list[Instruction | str]:
     """Instructions and `$labels` of PTX text, in order. Labels local to inline assembly are left out."""
-    body = _COMMENT.sub("", ptx[ptx.index("{\n") :])
+    body = _NO_CODE.sub("", ptx[ptx.index("{\n") :])
     # Vector operands become one word each, so that commas part operands and braces are scopes.
     body = re.sub(r"\{([^{}\n]*)\}", lambda match: "<" + match.group(1).replace(",", " ") + ">", body)
     found: list[Instruction | str] = []
