@@ -846,8 +846,7 @@ class HazardEngine:
         self._exited.add(cta)
         self.smem.shadow.release(cta)
 
-    @property
-    def found(self) -> bool:
+    def any_found(self) -> bool:
         """Whether any hazard has been met so far."""
         self._flush()
         return bool(self.findings)
