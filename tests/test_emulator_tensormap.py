@@ -230,6 +230,13 @@ def store_element(target, source):
         target[...] = source
 
 
+def as_stored(tensor_map: TensorMap) -> TensorMap:
+    """A tensor whose rows are whole 16-byte pieces: where stores clip."""
+    per_piece = 16 // tensor_map.itemsize
+    inner = -(-tensor_map.extents[0] // per_piece) * per_piece
+    return dataclasses.replace(tensor_map, extents=(inner, *tensor_map.extents[1:]))
+
+
 def random_case(seed: int):
     rng = np.random.default_rng(seed)
     rank, itemsize = int(rng.integers(1, 6)), int(rng.choice([1, 2, 4, 8]))
@@ -251,7 +258,7 @@ def random_case(seed: int):
         element_strides=(int(rng.integers(1, 4)), *(int(rng.integers(1, 4)) for _ in range(rank - 1))),
         swizzle=swizzle,
     )
-    end = 1 + sum((n - 1) * s for n, s in zip(extents, strides, strict=True)) + itemsize
+    end = 1 + sum((n - 1) * s for n, s in zip(extents, strides, strict=True)) + 16
     memory = Memory(4096, rng.integers(0, 256, end, dtype=np.uint8))
     coordinates = [int(rng.integers(-n // 2 - 3, n + 3)) for n in extents]
     address = 1024 + 128 * int(rng.integers(0, 9))
@@ -271,7 +278,7 @@ def test_load_and_store_follow_the_rules_element_by_element(seed):
     np.testing.assert_array_equal(memory.data, before)
 
     reference = Memory(4096, before.copy())
-    element_by_element(tensor_map, reference, coordinates, address, shared, store_element)
+    element_by_element(as_stored(tensor_map), reference, coordinates, address, shared, store_element)
     untouched = shared.copy()
     plan = tensormap.store(memory, tensor_map, coordinates, address, shared)
     np.testing.assert_array_equal(memory.data, reference.data)
@@ -323,6 +330,16 @@ def test_the_swizzle_repeats_every_eight_spans_of_the_address(swizzle):
     for row, chunk in itertools.product(range(8), range(chunks)):
         line, lane = divmod(row * chunks + chunk, 8)
         assert moved[row * chunks + chunk] == line * 128 + 16 * (lane ^ line % chunks)
+
+
+def test_a_store_fills_the_last_16_bytes_of_a_row_and_a_load_does_not():
+    memory = Memory(4096, np.full(20 * 128, 7, np.uint8))
+    plan = tensormap.store(memory, make_map(), (0, 0), 1024, np.full(2048, 9, np.uint8))  # rows of 90 bytes
+    rows = memory.data.reshape(20, 128)[:16]
+    assert (rows[:, :96] == 9).all() and (rows[:, 96:] == 7).all() and plan.row_bytes == 96
+    shared = np.full(2048, 5, np.uint8)
+    plan = tensormap.load(memory, make_map(), (0, 0), 1024, shared)
+    assert plan.row_bytes == 90 and np.count_nonzero(shared) == 16 * 90
 
 
 def test_a_row_without_memory_behind_it_is_named():

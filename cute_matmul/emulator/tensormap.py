@@ -169,13 +169,19 @@ class TensorMap:
         """Bytes of the box in shared memory, which a load counts in full however much of it is outside."""
         return math.prod(self.taken) * self.itemsize
 
-    def plan(self, coordinates: Sequence[int], shared_address: int) -> BoxPlan:
+    def plan(self, coordinates: Sequence[int], shared_address: int, *, store: bool = False) -> BoxPlan:
         """Where the box at `coordinates` (elements, may be negative or beyond the extents) lies.
+
+        store: of a copy to global memory. Loads clip the innermost dimension at its extent; stores at the next 16
+        bytes, so that they write up to 15 bytes beyond a row that is no multiple of 16 bytes (measured on an H200,
+        tests/data/tensormap_clipping.json).
 
         Raises TensorMapError for the wrong number of coordinates, a shared address that is not a multiple of 128
         bytes, an inner box extent that is not a multiple of 16 bytes or exceeds the swizzle, or interleaving.
         """
-        return _plan(self, tuple(int(c) for c in coordinates), shared_address % _pattern_bytes(self), shared_address)
+        at = tuple(int(c) for c in coordinates)
+        _check(self, at, shared_address)
+        return _plan(self, at, shared_address % _pattern_bytes(self), store)
 
     def replace(self, **changes: Any) -> TensorMap:
         """A copy with other fields, as `tensormap.replace` makes."""
@@ -288,11 +294,15 @@ def _chunk_offsets(box_bytes: int, swizzle: int, phase: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8192)
-def _plan_cached(tensor_map: TensorMap, coordinates: tuple[int, ...], phase: int) -> BoxPlan:
+def _plan(tensor_map: TensorMap, coordinates: tuple[int, ...], phase: int, store: bool) -> BoxPlan:
+    extents = tensor_map.extents
+    if store:
+        per_chunk = CHUNK // tensor_map.itemsize
+        extents = (-(-extents[0] // per_chunk) * per_chunk, *extents[1:])
     steps = (1, *tensor_map.element_strides[1:])
     first, count, address = [], [], tensor_map.address
     for at, extent, step, taken, stride in zip(
-        coordinates, tensor_map.extents, steps, tensor_map.taken, tensor_map.strides, strict=True
+        coordinates, extents, steps, tensor_map.taken, tensor_map.strides, strict=True
     ):
         low = min(max(0, -(at // step)), taken)  # first taken element at or beyond coordinate 0
         high = min(max(-((at - extent) // step), low), taken)  # first one at or beyond the extent
@@ -317,11 +327,6 @@ def _plan_cached(tensor_map: TensorMap, coordinates: tuple[int, ...], phase: int
         _itemsize=tensor_map.itemsize,
         _address=address,
     )
-
-
-def _plan(tensor_map: TensorMap, coordinates: tuple[int, ...], phase: int, shared_address: int) -> BoxPlan:
-    _check(tensor_map, coordinates, shared_address)
-    return _plan_cached(tensor_map, coordinates, phase)
 
 
 def _global_box(memory: GlobalMemory, tensor_map: TensorMap, plan: BoxPlan) -> np.ndarray | None:
@@ -394,8 +399,11 @@ def store(
     shared_address: int,
     shared: np.ndarray,
 ) -> BoxPlan:
-    """Copy a box from shared to global memory; nothing is written outside the tensor. Arguments as `load`."""
-    plan = tensor_map.plan(coordinates, shared_address)
+    """Copy a box from shared to global memory; what is outside the tensor is not written.
+
+    Inside counts whole 16-byte pieces of a row, see `TensorMap.plan`. Arguments as `load`.
+    """
+    plan = tensor_map.plan(coordinates, shared_address, store=True)
     inside = _global_box(memory, tensor_map, plan)
     if inside is not None:
         inside[...] = _shared_box(tensor_map, plan, shared)[_box_slices(tensor_map, plan)]
