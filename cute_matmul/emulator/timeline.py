@@ -124,7 +124,8 @@ class Tracer:
         self._copies: dict[int, _Group] = defaultdict(_Group)
         self._bulk: dict[tuple[int, int], _Group] = defaultdict(_Group)
         self._load_barriers: dict[int, set[int]] = defaultdict(set)
-        self._wait_barriers: dict[int, set[int]] = defaultdict(set)
+        self._waiters: dict[tuple[int, int], set[int]] = defaultdict(set)  # (cta, barrier) -> agents
+        self._loaders: set[int] = set()
         self._regions: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)  # start -> (end, barrier)
         self._events: list[dict] = []
         self._running: dict[tuple, dict] = {}
@@ -284,6 +285,7 @@ class Tracer:
             key = (bar_at, barrier)
             self._barriers[key] = max(self._barriers[key], landed)
             self._load_barriers[bar_at].add(barrier)
+            self._loaders.add(agent)
             self._regions[to][start_byte] = (start_byte + size, barrier)
             self._add(
                 LOAD, to, agent, issued, landed,
@@ -389,7 +391,7 @@ class Tracer:
     def mbar_wait(self, agents, src, cta, bar, phase) -> None:
         rows = np.broadcast_arrays(np.asarray(agents), np.asarray(cta), np.asarray(bar), np.asarray(phase))
         for agent, at, barrier, number in zip(*(row.ravel().tolist() for row in rows), strict=True):
-            self._wait_barriers[at].add(barrier)
+            self._waiters[at, barrier].add(agent)
             done = self._phases.get((at, barrier, number), 0.0)
             if done > self.clock[agent]:
                 self._advance(agent, done, WAIT, "mbarrier", src, barrier)
@@ -449,11 +451,16 @@ class Tracer:
         """The events so far, with roles from `role(agent)` and stages from the order of barriers in memory."""
         for group in list(self._wgmma_open):
             self.wgmma_commit(np.array([group[0] * self.warps_per_cta + 4 * group[1]]))
-        stages: dict[tuple[int, int], tuple[str, int]] = {}
-        for name, table in (("empty", self._wait_barriers), ("full", self._load_barriers)):
-            for cta, barriers in table.items():
-                others = barriers if name == "full" else barriers - self._load_barriers.get(cta, set())
-                stages.update({(cta, bar): (name, i) for i, bar in enumerate(sorted(others))})
+        # Loads complete on "full" barriers; what else their issuers wait for is "empty"; the rest is not a ring's.
+        named: dict[tuple[int, str], set[int]] = defaultdict(set)
+        for cta, barriers in self._load_barriers.items():
+            named[cta, "full"] = barriers
+        for (cta, barrier), agents in self._waiters.items():
+            if barrier not in self._load_barriers.get(cta, ()):
+                named[cta, "empty" if agents & self._loaders else "mbarrier"].add(barrier)
+        stages = {
+            (cta, barrier): (name, i) for (cta, name), found in named.items() for i, barrier in enumerate(sorted(found))
+        }
         sources: dict[int | None, str] = {None: ""}
         events = []
         for entry in self._events:
