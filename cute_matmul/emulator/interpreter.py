@@ -7,7 +7,7 @@ the hardware make them do, and both sides can run meanwhile. CTAs run in waves o
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 
@@ -129,7 +129,7 @@ class Engine(AddressSpaces, Barriers, Units):
 
     def hazards_seen(self) -> bool:
         """Whether any hazard has been recorded."""
-        return bool(self.own_hazards) or (self.hazards is not None and bool(self.hazards._records))
+        return bool(self.own_hazards) or (self.hazards is not None and bool(self.hazards.findings))
 
     def tally(self, G, unit: str, mask, nbytes: float) -> None:
         """Count bytes moved by loads and stores: `nbytes` per active lane."""
@@ -444,17 +444,26 @@ class Engine(AddressSpaces, Barriers, Units):
         return False
 
     def _land_needed(self) -> bool:
-        """Land the operation that some waiter's barrier needs, or else the oldest one. False if nothing is in flight."""
+        """Land, for every cluster, the oldest operation that some waiter's barrier needs; if there is none, the oldest
+        of all. False if nothing is in flight."""
         if not self.in_flight:
             return False
         wanted = {b.place for b in self.mbarriers.values() if b.waiters}
-        for at, operation in enumerate(self.in_flight):
+        per = self.warps_per_cta * self.cluster_size
+        landing, served = [], set()
+        for operation in self.in_flight:
             places = getattr(operation, "barriers", ())
             if any(place in wanted for place in places):
-                del self.in_flight[at]
-                self.land(operation)
-                return True
-        self.land(self.in_flight.popleft())
+                cluster = operation.agent // per
+                if cluster not in served:
+                    served.add(cluster)
+                    landing.append(operation)
+        if not landing:
+            landing = [self.in_flight[0]]
+        chosen = {id(operation) for operation in landing}
+        self.in_flight = deque(operation for operation in self.in_flight if id(operation) not in chosen)
+        for operation in landing:
+            self.land(operation)
         return True
 
     def run_mma_head(self, op) -> None:

@@ -114,6 +114,15 @@ def sources(ins: Instruction) -> list[Reg]:
     return out
 
 
+def _is_rename(ins: Instruction) -> bool:
+    """A plain move from one 32-bit register to another."""
+    return (
+        ins.parts[0] == "mov"
+        and ins.guard is None
+        and all(isinstance(operand, Reg) and operand.width == 32 for operand in ins.operands)
+    )
+
+
 def kind_of(ins: Instruction) -> str:
     """The kind under which a report counts an instruction."""
     op, parts = ins.opcode, ins.parts
@@ -187,7 +196,7 @@ class Program:
         self._liveness()
         self._joins()
         self.wgmma: dict[int, tuple] = {}
-        self.accumulators = self._accumulators()
+        self.accumulators, self.tracked = self._accumulators()
         self.constants: dict[tuple, str] = {}
         self.namespace = dict(_NAMESPACE)
 
@@ -345,15 +354,27 @@ class Program:
                     break
                 candidate &= candidate - 1
 
-    def _accumulators(self) -> frozenset[int]:
-        """32-bit registers that some wgmma names: its accumulators and, where A is in registers, its A fragments."""
-        out = set()
+    def _accumulators(self) -> tuple[frozenset[int], frozenset[int]]:
+        """32-bit registers that some wgmma names (accumulators, A fragments), and those that plain moves connect to
+        them."""
+        named = set()
+        moves: dict[int, set[int]] = {}
         for ins in self.instructions:
             if ins.opcode.startswith("wgmma.mma_async"):
-                out |= {r.index for r in _registers(ins.operands[0])}
+                named |= {r.index for r in _registers(ins.operands[0])}
                 if isinstance(ins.operands[1], Vec):
-                    out |= {r.index for r in _registers(ins.operands[1])}
-        return frozenset(out)
+                    named |= {r.index for r in _registers(ins.operands[1])}
+            elif _is_rename(ins):
+                to, origin = (o.index for o in ins.operands)
+                moves.setdefault(to, set()).add(origin)
+                moves.setdefault(origin, set()).add(to)
+        tracked, edge = set(named), list(named)
+        while edge:
+            for other in moves.get(edge.pop(), ()):
+                if other not in tracked:
+                    tracked.add(other)
+                    edge.append(other)
+        return frozenset(named), frozenset(tracked)
 
     # Code
 
@@ -408,8 +429,8 @@ class _Writer:
         body = program.instructions[node.start : node.end]
         self.body = body
         self.written = {r for ins in body for r in destinations(ins)}
-        self.touched: list[tuple[int, set, set]] = []  # accumulator registers read and written, not yet reported
-        self.moved: list[tuple[int, list, list]] = []
+        self.report: list[tuple[str, int, list, list]] = []  # uses of wgmma's registers, not yet written out
+        self.settled = False
 
     # Plumbing
 
@@ -424,6 +445,7 @@ class _Writer:
                 at += fused
                 continue
             self._report_accumulators(ins)
+            self._settle(ins)
             if base in ("bra", "ret", "exit"):
                 if ins.guard is not None:
                     result = self.guard_expression(ins)
@@ -634,40 +656,62 @@ class _Writer:
             self.unknown(f"modifier .{sorted(extra)[0]}")
         return found
 
-    # Accumulator registers outside wgmma, for the hazard checker
+    # Registers of wgmma in other instructions, for the hazard checker
 
     def _report_accumulators(self, ins: Instruction) -> None:
-        accumulators = self.program.accumulators
-        if not accumulators or ins.opcode.startswith("wgmma"):
-            if ins.opcode.startswith("wgmma"):
-                self._flush_reports()
+        tracked = self.program.tracked
+        if not tracked:
             return
-        read = {r.index for r in sources(ins) if r.width == 32} & accumulators
-        written = {r.index for r in destinations(ins) if r.width == 32} & accumulators
+        if ins.opcode.startswith("wgmma"):
+            self._flush_reports()
+            return
+        read = {r.index for r in sources(ins) if r.width == 32} & tracked
+        written = {r.index for r in destinations(ins) if r.width == 32} & tracked
         if not read and not written:
             return
-        if ins.parts[0] == "mov" and ins.guard is None and len(read) == 1 and len(written) == 1:
-            if self.touched:
+        if _is_rename(ins):
+            to, origin = (o.index for o in ins.operands)
+            entry = self._report_entry("move", ins)
+            if origin in entry[2]:
                 self._flush_reports()
-            if not self.moved:
-                self.moved.append((ins.index, [], []))
-            self.moved[-1][1].append(next(iter(written)))
-            self.moved[-1][2].append(next(iter(read)))
-            return
-        if self.moved:
-            self._flush_reports()
-        if not self.touched or self.program.instructions[self.touched[-1][0]].source != ins.source:
-            self.touched.append((ins.index, set(), set()))
-        self.touched[-1][1].update(read - self.touched[-1][2])
-        self.touched[-1][2].update(written)
+                entry = self._report_entry("move", ins)
+            entry[2].append(to)
+            entry[3].append(origin)
+        elif ins.parts[0] == "mov" and isinstance(ins.operands[1], Imm):
+            self._report_entry("fresh", ins)[2].extend(written)
+        else:
+            entry = self._report_entry("touch", ins)
+            entry[2].extend(sorted(written))
+            entry[3].extend(sorted(read))
+
+    def _report_entry(self, kind: str, ins: Instruction) -> tuple[str, int, list, list]:
+        """The last entry of the report if this instruction can join it, else a new one: kind, index, written, read."""
+        if self.report:
+            last = self.report[-1]
+            same_line = kind != "touch" or self.program.instructions[last[1]].source == ins.source
+            if last[0] == kind and same_line:
+                return last
+        self.report.append((kind, ins.index, [], []))
+        return self.report[-1]
 
     def _flush_reports(self) -> None:
-        for index, read, written in self.touched:
-            reads, writes = tuple(sorted(read)), tuple(sorted(written))
-            self.emit(f"for o in O: o.registers(G.agents, {index}, {reads!r}, {writes!r})")
-        for _, written, read in self.moved:
-            self.emit(f"for o in O: o.move_registers(G.agents, {tuple(written)!r}, {tuple(read)!r})")
-        self.touched, self.moved = [], []
+        for kind, index, written, read in self.report:
+            if kind == "touch":
+                reads, writes = tuple(dict.fromkeys(read)), tuple(dict.fromkeys(written))
+                self.emit(f"for o in O: o.registers(G.agents, {index}, {reads!r}, {writes!r})")
+            elif kind == "fresh":
+                self.emit(f"for o in O: o.fresh_registers(G.agents, {index}, {tuple(written)!r})")
+            else:
+                self.emit(f"for o in O: o.move_registers(G.agents, {tuple(written)!r}, {tuple(read)!r})")
+        self.report = []
+
+    def _settle(self, ins: Instruction) -> None:
+        """Before a rename of an accumulator: what is in flight must write the old name, not the copy's."""
+        if self.settled or not _is_rename(ins) or ins.operands[1].index not in self.program.accumulators:
+            return
+        self.settled = True
+        self.emit("E.settle(G)")
+        self.forget([r for r in self.local if r.width == 32 and r.index in self.program.accumulators and r not in self.dirty])
 
     # Instructions on which warps may block: the function returns what the engine needs to decide
 
@@ -1609,6 +1653,7 @@ class _Writer:
         self.flush(set(accumulators) | set(fragments))
         self.emit(f"E.wgmma_issue(G, {self.src()}, {descriptor_a}, {self.value(b, 'b64')}, {scale})")
         self.forget(accumulators)
+        self.settled = False
 
     def _mma_run(self, at: int) -> int:
         """Independent mma.sync of one shape that follow each other become one call. Returns how many, 0 for none."""

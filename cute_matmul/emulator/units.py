@@ -245,12 +245,18 @@ class Units:
         maps = self._pick(descriptor, rows, lanes)
         at = list(zip(*(self._pick(c, rows, lanes) for c in coordinates), strict=True))
         entries = []
+        issued: set[tuple] = set()
         for i, (row, lane) in enumerate(zip(rows.tolist(), lanes.tolist(), strict=True)):
+            # The DSL lets a whole warp execute a store: the same bytes from the same place, so once is enough.
+            key = (row, maps[i], at[i], where[i])
+            if reduction is None and key in issued:
+                continue
+            issued.add(key)
             tm = self._descriptor(G, src, maps[i])
             offset = where[i] & OFFSET_MASK
             self._check_room(G, src, row, where[i], tm.box_bytes)
             try:
-                plan = tm.plan(at[i], offset)
+                plan = tm.plan(at[i], offset, store=True)
             except tensormap.TensorMapError as error:
                 self._copy_error(G, src, row, error)
             self._check_rows(G, src, row, plan)
@@ -411,20 +417,28 @@ class Units:
         return groups
 
     def bulk_commit(self, G, src, mask) -> None:
-        rows, lanes = self._threads(G, mask)
+        rows, lanes = self._bulk_threads(G, mask)
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             groups = self._groups(G, row, lane)
             groups.groups.append(groups.open)
             groups.open = []
-        for o in self.observers:
-            o.bulk_commit(G.agents[rows], lanes)
+        if len(rows):
+            for o in self.observers:
+                o.bulk_commit(G.agents[rows], lanes)
+
+    def _bulk_threads(self, G, mask):
+        """(rows, lanes) of the active threads that have ever put a copy into a bulk group."""
+        rows, lanes = self._threads(G, mask)
+        warps = G.warps.tolist()
+        have = [(warps[r], lane) in self.bulk_groups for r, lane in zip(rows.tolist(), lanes.tolist(), strict=True)]
+        return rows[have], lanes[have]
 
     def bulk_wait(self, G, src, pending: int, read: bool, mask) -> None:
-        rows, lanes = self._threads(G, mask)
+        rows, lanes = self._bulk_threads(G, mask)
+        if not len(rows):
+            return
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
-            groups = self.bulk_groups.get((int(G.warps[row]), lane))
-            if groups is None:
-                continue
+            groups = self._groups(G, row, lane)
             done = groups.groups[: len(groups.groups) - pending] if pending else groups.groups
             for group in done:
                 for copy in group:
@@ -485,7 +499,7 @@ class Units:
         for o in self.observers:
             o.cp_async(G.agents, src, offsets, size, mask, lanes, read)
         self.tally(G, "cp.async", mask, size)
-        copies = WarpCopies(src, G.agents, G.warps, places, lanes, size, read, on, on.any(axis=1))
+        copies = WarpCopies(src, G.agents, G.warps, places, lanes, size, read, on.copy(), on.any(axis=1))
         for warp in G.warps[copies.left].tolist():
             self.cp_open.setdefault(warp, []).append(copies)
         self._launch(copies)
@@ -565,15 +579,16 @@ class Units:
         spec, accumulators, fragments, acc_ids, a_ids = self.program.wgmma[src]
         groups = G.count // 4
         try:
-            b = matrix.uniform(np.broadcast_to(b, (G.count, 32)), groups, "B")
-            a = None if a is None else matrix.uniform(np.broadcast_to(a, (G.count, 32)), groups, "A")
+            # Copies: what generated code passes may be views of registers that change before the operation runs.
+            b = matrix.uniform(np.broadcast_to(b, (G.count, 32)), groups, "B").copy()
+            a = None if a is None else matrix.uniform(np.broadcast_to(a, (G.count, 32)), groups, "A").copy()
         except matrix.MatrixError as error:
             self.stop_at(G, src, "wgmma-descriptor", str(error))
         keep = True if scale is None else np.broadcast_to(scale, (G.count, 32)).reshape(groups, 128)
         if scale is not None:
             if (keep != keep[:, :1]).any():
                 self.stop_at(G, src, "wgmma-descriptor", "scale-d differs among the threads of a warp group")
-            keep = keep[:, 0]
+            keep = keep[:, 0].copy()
         warps = G.warps.reshape(groups, 4)
         if self.hazards is not None or self.tracer is not None:
             cells = self._cells(G, src, spec, a, b)
@@ -602,15 +617,18 @@ class Units:
         key = (spec, None if a is None else a.tobytes(), b.tobytes())
         cells = self.cell_cache.get(key)
         if cells is None:
+            pairs = list(zip([None] * len(b) if a is None else a.tolist(), b.tolist(), strict=True))
             try:
-                rows = [
-                    spec.read_granules(None if a is None else int(a[i]), int(b[i])) >> 4 for i in range(len(b))
-                ]
+                granules = {pair: spec.read_granules(*pair) >> 4 for pair in dict.fromkeys(pairs)}
             except matrix.MatrixError as error:
                 self._matrix_error(G, src, error)
-            widest = max(len(r) for r in rows)
-            # Fewer granules in one row than in another: repeat its last, which changes nothing.
-            cells = np.stack([np.pad(r, (0, widest - len(r)), mode="edge") for r in rows])
+            if len(granules) == 1:
+                cells = np.broadcast_to(granules[pairs[0]], (len(b), len(granules[pairs[0]])))
+            else:
+                widest = max(map(len, granules.values()))
+                # Fewer granules in one row than in another: repeat its last, which changes nothing.
+                padded = {pair: np.pad(g, (0, widest - len(g)), mode="edge") for pair, g in granules.items()}
+                cells = np.stack([padded[pair] for pair in pairs])
             if len(self.cell_cache) > 4096:
                 self.cell_cache.clear()
             self.cell_cache[key] = cells
@@ -677,6 +695,22 @@ class Units:
         for o in self.observers:
             o.wgmma_commit(G.agents)
 
+    def settle(self, G) -> None:
+        """Run everything in flight of the group's warp groups."""
+        due = {int(self.wg[w]): self.mma_issued.get(int(self.wg[w]), 0) for w in G.warps.tolist()}
+        self._run_due({g: upto for g, upto in due.items() if upto > self.mma_done.get(g, 0)})
+
+    def _run_due(self, due: dict[int, int]) -> None:
+        """Run the instructions of warp groups up to a number of them."""
+        while due:
+            # Groups whose next instruction is the same one run together.
+            op = self.mma_queue[next(iter(due))][0]
+            rows = np.zeros(len(op.groups), bool)
+            for i, group in enumerate(op.groups.tolist()):
+                rows[i] = group in due and bool(self.mma_queue[group]) and self.mma_queue[group][0] is op
+            self.run_mma(op, rows)
+            due = {g: upto for g, upto in due.items() if self.mma_done[g] < upto}
+
     def wgmma_wait(self, G, src, pending: int) -> None:
         due: dict[int, int] = {}
         for warp in G.warps.tolist():
@@ -686,14 +720,7 @@ class Units:
                 upto = commits[-1 - pending]
                 if upto > self.mma_done.get(group, 0):
                     due[group] = max(due.get(group, 0), upto)
-        while due:
-            # Groups whose next instruction is the same one run together.
-            op = self.mma_queue[next(iter(due))][0]
-            rows = np.zeros(len(op.groups), bool)
-            for i, group in enumerate(op.groups.tolist()):
-                rows[i] = group in due and bool(self.mma_queue[group]) and self.mma_queue[group][0] is op
-            self.run_mma(op, rows)
-            due = {g: upto for g, upto in due.items() if self.mma_done[g] < upto}
+        self._run_due(due)
         for o in self.observers:
             o.wgmma_wait(G.agents, pending)
 
