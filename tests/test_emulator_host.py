@@ -20,7 +20,7 @@ import pytest
 import torch
 from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import from_dlpack, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import from_dlpack, make_fake_stream, make_fake_tensor, make_ptr
 
 from cute_matmul.emulator import host
 from cute_matmul.emulator.operands import Operands, capsule_tensor
@@ -212,7 +212,7 @@ class Scaler:
         scale_kernel(source, target, self.factor).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
 
-@pytest.mark.parametrize("stream", [make_fake_stream(), driver.CUstream(0)], ids=["fake", "CUstream"])
+@pytest.mark.parametrize("stream", [make_fake_stream(), driver.CUstream(0), None], ids=["fake", "CUstream", "None"])
 @pytest.mark.parametrize("form", ["object", "method"])
 def test_callable_objects_methods_and_streams(form, stream):
     scaler = Scaler(2.0)
@@ -451,6 +451,26 @@ def test_program_of_what_it_is_given(ffi_function, tmp_path):
     assert program.run(x, torch.zeros(64), 1.0)[0].allocations[0].label in ("left", "right")
     arguments = (x, torch.zeros(64), 1.0, 1, host.stream())
     assert host.Program.of(scale, *arguments).run(*arguments)
+
+
+@cute.kernel
+def pointer_kernel(pointer: cute.Pointer, value: cutlass.Float32):
+    cute.make_tensor(pointer, cute.make_layout(64))[cute.arch.thread_idx()[0]] = value
+
+
+@cute.jit
+def through_pointer(pointer: cute.Pointer, value: cutlass.Float32):
+    pointer_kernel(pointer, value).launch(grid=[1, 1, 1], block=[64, 1, 1])
+
+
+def test_pointers_reach_memory_given_beside_them():
+    tensor = torch.zeros(64)
+    pointer = make_ptr(cutlass.Float32, tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=16)
+    program = host.Program.compile(through_pointer, pointer, 1.0)
+    (launch,) = program.run(pointer, 2.0, memory=[("workspace", tensor)])
+    assert struct.unpack("<Q", launch.params[0]) == (tensor.data_ptr(),)
+    assert [a.label for a in launch.allocations] == ["workspace"]
+    assert program.run(pointer, 2.0)[0].allocations == ()
 
 
 def test_compiled_without_ptx_is_an_error(tmp_path):

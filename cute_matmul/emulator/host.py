@@ -308,16 +308,19 @@ def _convert_call(
     parameters = [p for name, p in signature.parameters.items() if name != "self"]
     by_name = {p.name: p for p in parameters}
 
-    def constexpr(parameter: inspect.Parameter | None) -> bool:
-        return parameter is not None and is_arg_annotation_constexpr(parameter.annotation, parameter.name, -1, None)
+    def convert(value: Any, label: str, parameter: inspect.Parameter | None) -> Any:
+        annotation = parameter.annotation if parameter is not None else None
+        if value is None and getattr(annotation, "__name__", "") in ("CUstream", "cudaStream_t"):
+            value = stream()
+        constexpr = parameter is not None and is_arg_annotation_constexpr(annotation, parameter.name, -1, None)
+        return operands.convert(value, label, constexpr)
 
     converted = []
     for i, value in enumerate(args):
         parameter = parameters[i] if i < len(parameters) else None
         variadic = parameter is None or parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        label = f"args[{i}]" if variadic else parameter.name
-        converted.append(operands.convert(value, label, constexpr(parameter)))
-    named = {name: operands.convert(value, name, constexpr(by_name.get(name))) for name, value in kwargs.items()}
+        converted.append(convert(value, f"args[{i}]" if variadic else parameter.name, parameter))
+    named = {name: convert(value, name, by_name.get(name)) for name, value in kwargs.items()}
     return converted, named
 
 
