@@ -26,9 +26,7 @@ def __getattr__(name: str):
         # package itself is what is callable.
         return import_module("cute_matmul.variants")
     if name not in _HOMES:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
