@@ -24,7 +24,7 @@ from types import ModuleType
 
 ENTRY_POINT_GROUP = "cute_matmul.variants"
 ENVIRONMENT = "CUTE_MATMUL_VARIANT"
-BUILTIN_DEFAULT = "v2"
+BUILTIN_DEFAULT = "v5"
 
 MODULE_ATTRIBUTES = ("RESOURCES", "SPACE", "DEFAULT", "host")
 """What a variant's module must define: its CTA, its configurations, the one used untuned, its `@cute.jit` function."""
@@ -125,7 +125,7 @@ BUILTIN = (
         (
             "float16 in and out, fp16 accumulation (WGMMA has no bf16 form of it); A and B each in either major order",
             _TMA,
-            "the output's row stride must be a multiple of 16 bytes, its address 16-byte aligned (TMA)",
+            "the output's rows must start at and be multiples of 16 bytes: N a multiple of 8 (TMA)",
         ),
     ),
 )
