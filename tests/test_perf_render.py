@@ -1,0 +1,221 @@
+"""Pages and plots from results: what is generated, that a stale page or plot is found, what is never quoted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from perf import plots, profile, render, results, run, tables, timeline
+
+PAGE = """# A page
+
+<!-- perf:table suite=ladder -->
+<!-- /perf -->
+
+<!-- perf:row variant=v1 -->
+<!-- /perf -->
+
+<!-- perf:plot name=ladder -->
+<!-- /perf -->
+
+Hand-written.
+"""
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    assert run.main(["--simulate", "--quick", "--results", str(folder), "--variants", "v1,v6"]) == run.OK
+    return folder
+
+
+@pytest.fixture
+def root(simulated, tmp_path):
+    shutil.copytree(simulated, tmp_path / "perf" / "results")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "v1.md").write_text(PAGE)
+    return tmp_path
+
+
+def rendered(root, *more):
+    return render.main(["--simulated", "--root", str(root), "--results", str(root / "perf" / "results"), *more])
+
+
+def test_pages_and_plots_are_filled_and_then_fresh(root):
+    pytest.importorskip("matplotlib")
+    assert rendered(root, "--check") == 1
+    assert rendered(root) == 0
+    page = (root / "docs" / "v1.md").read_text()
+    assert "| v1 " in page.replace("|  v1", "| v1") and "Hand-written." in page
+    assert "(../perf/figures/ladder.svg)" in page and "(../perf/results/" in page
+    assert "v6" in page and "fp16" in page
+    assert rendered(root, "--check") == 0
+    before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    assert rendered(root) == 0
+    assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
+
+
+def test_a_figure_changed_by_hand_is_stale(root, capsys):
+    pytest.importorskip("matplotlib")
+    rendered(root)
+    page = root / "docs" / "v1.md"
+    page.write_text(page.read_text().replace("0.7", "0.9", 1))
+    assert rendered(root, "--check") == 1
+    assert "stale: docs/v1.md" in capsys.readouterr().out
+
+
+def test_a_newer_result_makes_pages_and_plots_stale(root, capsys):
+    pytest.importorskip("matplotlib")
+    rendered(root)
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = json.loads(path.read_text())
+    for entry in record["measurements"]:
+        if entry["contender"] == "v1":
+            entry["samples_s"] = [s * 1.2 for s in entry["samples_s"]]
+    record["started"] = "2999-01-01T00:00:00+00:00"
+    path.with_name("newer.json").write_text(results.dump(record))
+    capsys.readouterr()
+    assert rendered(root, "--check") == 1
+    said = capsys.readouterr().out
+    assert "docs/v1.md" in said and "perf/figures/ladder.svg" in said
+
+
+def test_plots_come_out_the_same_every_time(root):
+    pytest.importorskip("matplotlib")
+    records = render.Pages(root, results.all_results(root / "perf" / "results"), simulated=True).by_suite()
+    for name in ("ladder", "energy", "burst-sustained"):
+        data = plots.PLOTS[name][0](records)
+        first = plots.svg(name, data)
+        assert first == plots.svg(name, data)
+        assert plots.digest(name, data) in first
+        assert "fill: #ffffff; opacity: 1" not in first, "no ground of its own"
+
+
+def test_simulated_results_are_not_put_into_pages(root):
+    pages = render.Pages(root, results.all_results(root / "perf" / "results"))
+    assert pages.newest("ladder") is None
+    assert "Not measured yet" in pages.table(root / "docs" / "v1.md")
+    with pytest.raises(SystemExit):
+        render.main(["--simulated"])
+
+
+def test_unfinished_results_are_not_put_into_pages(root):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = json.loads(path.read_text())
+    path.write_text(results.dump({**record, "complete": False}))
+    assert render.Pages(root, results.all_results(path.parent), simulated=True).newest("ladder") is None
+
+
+def test_a_full_run_is_preferred_to_a_newer_quick_one(root):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = json.loads(path.read_text())
+    path.with_name("full.json").write_text(results.dump({**record, "quick": False, "started": "2000-01-01T00:00:00"}))
+    pages = render.Pages(root, results.all_results(path.parent), simulated=True)
+    assert pages.newest("ladder")[0].name == "full.json"
+
+
+@pytest.mark.parametrize(
+    "text,said",
+    [
+        ("<!-- perf:chart name=x -->\n<!-- /perf -->\n", "perf:chart must be of"),
+        ("<!-- perf:table suite=ladder -->\n", "1 opening and 0 closing"),
+        ("<!-- perf:plot name=pie -->\n<!-- /perf -->\n", "plot must be of"),
+    ],
+)
+def test_bad_markers_are_named(root, text, said):
+    (root / "docs" / "v1.md").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        rendered(root)
+
+
+def test_the_projects_own_pages_are_fresh():
+    assert render.main(["--check"]) == 0
+
+
+def test_two_runs_agree_or_not(root):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = results.load(path)
+    _, every = render.agreement(record, record)
+    assert every
+    other = copy.deepcopy(record)
+    for entry in other["measurements"]:
+        if entry["contender"] == "v6" and entry["phase"] == "burst":
+            entry["samples_s"] = [s * 1.02 for s in entry["samples_s"]]
+    text, every = render.agreement(record, other)
+    assert not every and "NO" in text
+
+
+def test_ties_are_marked(simulated):
+    (path,) = simulated.glob("*.json")
+    record = results.load(path)
+    for entry in record["measurements"]:
+        if entry["contender"] == "v6":
+            twin = next(
+                e
+                for e in record["measurements"]
+                if e["contender"] == "cublas" and (e["phase"], e["round"]) == (entry["phase"], entry["round"])
+            )
+            entry |= {"samples_s": twin["samples_s"], "steps_per_sample": twin.get("steps_per_sample", 1)}
+    row = next(line for line in tables.ladder(record).splitlines() if line.startswith("v6"))
+    assert row.count("tie") == 2
+
+
+# Nsight Compute's table, and the in-kernel trace
+
+NCU = """==PROF== Connected to process 1234
+128x128x64
+"ID","Process ID","Kernel Name","device__attribute_display_name","gpu__time_duration.sum","smsp__cycles_elapsed.avg.per_second","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","dram__bytes.sum.per_second","launch__registers_per_thread","launch__shared_mem_per_block_dynamic","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","smsp__average_warps_issue_stalled_gmma_not_issued_per_issue_active.ratio","smsp__average_warps_issue_stalled_selected_per_issue_active.ratio"
+"","","","","ns","hz","%","byte/s","register/thread","byte/block","inst","inst","inst","inst"
+"0","1234","kernel_cutlass_matmul_v2_kernel_0","NVIDIA H200","2,000,000","1,500,000,000","61.5","900000000000","168","66,560","1.5","4.25","4.25","9.0"
+"""
+
+
+def test_nsight_computes_table_is_read():
+    (kernel,) = profile.parse(NCU)
+    figures = profile.digest(kernel)
+    assert figures["duration"]["value"] == pytest.approx(2000) and figures["duration"]["unit"] == "us"
+    assert figures["SM clock"]["value"] == pytest.approx(1500)
+    assert figures["tensor pipe busy"]["value"] == 61.5
+    assert figures["DRAM bytes per second"]["value"] == pytest.approx(900)
+    assert figures["shared memory per CTA"]["value"] == pytest.approx(66.56)
+    assert figures["L2 hit rate"] is None
+    assert list(figures["stalls"].items())[1] == ("gmma", 4.25)
+    text = profile.table([{"variant": "v2", "config": "128x128x64", "figures": figures}])
+    assert "gmma 4.25" in text and "not collected" in text and "selected" not in text
+
+
+def test_what_is_not_a_table_of_nsight_compute_is_said():
+    with pytest.raises(profile.Unavailable, match="no table"):
+        profile.parse("==ERROR== The user does not have permission")
+
+
+def test_ranges_of_a_trace_are_found_by_warp():
+    trace = {
+        "stringTable": ["consumer", "wait"],
+        "locationTable": [{"ctaId": [0, 0, 0], "warpId": 0}, {"ctaId": [0, 0, 0], "warpId": 4}],
+        "launches": [
+            {
+                "kernelName": "k",
+                "ranges": [
+                    {"rangeNameIdx": 0, "startTs": 0, "endTs": 640, "warpLocIdxs": [0]},
+                    {"rangeNameIdx": 1, "startTs": 32, "endTs": 96, "warpLocIdxs": [0]},
+                    {"rangeNameIdx": 1, "startTs": 160, "endTs": 320, "warpLocIdxs": [0, 1]},
+                ],
+            }
+        ],
+    }
+    found = timeline.ranges(trace)
+    assert [(r["name"], r["warp"], r["end"] - r["start"]) for r in found] == [
+        ("consumer", 0, 640),
+        ("wait", 0, 64),
+        ("wait", 0, 160),
+        ("wait", 4, 160),
+    ]
+    assert "112" in timeline.table(found)
