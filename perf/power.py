@@ -83,11 +83,12 @@ class Nvml:
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
-            if uuid:
+            only = pynvml.nvmlDeviceGetCount() == 1
+            if only or not uuid:
+                self._handle = pynvml.nvmlDeviceGetHandleByIndex(0 if only else index)
+            else:
                 uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            else:
-                self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         except pynvml.NVMLError as error:
             self.reason_absent = f"NVML not read: {error}"
             return
@@ -246,13 +247,22 @@ def wait_idle(
     return {"waited_s": now() - start, "reached": idle.reached(reading), **reading.as_dict()}
 
 
-def summary(readings: Sequence[Reading], begin: float, end: float) -> dict[str, Any]:
-    """Mean clock, power and temperature, energy, and what held the clock, from `begin` to `end`."""
+def summary(
+    readings: Sequence[Reading],
+    begin: float,
+    end: float,
+    clock: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> dict[str, Any]:
+    """Clock, mean power and temperature, energy, and what held the clock, from `begin` to `end`.
+
+    clock: the mean under steady load, statistics.median where the first readings are still those of the idle board.
+    """
     within = [r for r in readings if begin <= r.time <= end] or list(readings)
 
     def mean(name: str) -> float | None:
         values = [getattr(r, name) for r in within if getattr(r, name) is not None]
-        return round(statistics.fmean(values), 2) if values else None
+        typical = clock if name == "clock_mhz" else statistics.fmean
+        return round(typical(values), 2) if values else None
 
     energy = [(r.time, r.energy_j) for r in readings if r.energy_j is not None]
     try:

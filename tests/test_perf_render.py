@@ -169,12 +169,31 @@ def test_ties_are_marked(simulated):
 
 # Nsight Compute's table, and the in-kernel trace
 
-NCU = """==PROF== Connected to process 1234
-128x128x64
-"ID","Process ID","Kernel Name","device__attribute_display_name","gpu__time_duration.sum","smsp__cycles_elapsed.avg.per_second","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","dram__bytes.sum.per_second","launch__registers_per_thread","launch__shared_mem_per_block_dynamic","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","smsp__average_warps_issue_stalled_gmma_not_issued_per_issue_active.ratio","smsp__average_warps_issue_stalled_selected_per_issue_active.ratio"
-"","","","","ns","hz","%","byte/s","register/thread","byte/block","inst","inst","inst","inst"
-"0","1234","kernel_cutlass_matmul_v2_kernel_0","NVIDIA H200","2,000,000","1,500,000,000","61.5","900000000000","168","66,560","1.5","4.25","4.25","9.0"
-"""
+COLLECTED = {
+    "ID": ("", "0"),
+    "Kernel Name": ("", "kernel_cutlass_matmul_v2_kernel_0"),
+    "device__attribute_display_name": ("", "NVIDIA H200"),
+    "gpu__time_duration.sum": ("ns", "2,000,000"),
+    "smsp__cycles_elapsed.avg.per_second": ("hz", "1,500,000,000"),
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("%", "61.5"),
+    "dram__bytes.sum.per_second": ("byte/second", "900,000,000,000"),
+    "launch__registers_per_thread": ("register/thread", "168"),
+    "launch__shared_mem_per_block_dynamic": ("byte/block", "66,560"),
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": ("inst", "1.5"),
+    "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio": ("inst", "4.25"),
+    "smsp__average_warps_issue_stalled_gmma_not_issued_per_issue_active.ratio": ("inst", "4.25"),
+    "smsp__average_warps_issue_stalled_selected_per_issue_active.ratio": ("inst", "9.0"),
+}
+NCU = "\n".join(
+    [
+        "==PROF== Connected to process 1234",
+        "128x128x64",
+        ",".join(f'"{name}"' for name in COLLECTED),
+        ",".join(f'"{unit}"' for unit, _ in COLLECTED.values()),
+        ",".join(f'"{value}"' for _, value in COLLECTED.values()),
+        "",
+    ]
+)
 
 
 def test_nsight_computes_table_is_read():
@@ -186,7 +205,7 @@ def test_nsight_computes_table_is_read():
     assert figures["DRAM bytes per second"]["value"] == pytest.approx(900)
     assert figures["shared memory per CTA"]["value"] == pytest.approx(66.56)
     assert figures["L2 hit rate"] is None
-    assert list(figures["stalls"].items())[1] == ("gmma", 4.25)
+    assert figures["stalls"] == {"selected": 9.0, "gmma": 4.25, "barrier": 1.5}
     text = profile.table([{"variant": "v2", "config": "128x128x64", "figures": figures}])
     assert "gmma 4.25" in text and "not collected" in text and "selected" not in text
 
