@@ -466,6 +466,20 @@ def test_reductions_that_tma_does_not_have(operation, dtype):
     assert info.value.rule == "reduction"
 
 
+def test_a_swizzle_can_move_the_last_line_beyond_the_box():
+    tensor_map = make_map(box=(32, 3))  # rows of 64 bytes: the third is half a line, and moves to its other half
+    assert (tensor_map.box_bytes, tensor_map.span_bytes) == (192, 256)
+    memory = Memory(4096, np.arange(20 * 128).astype(np.uint8) | 1)
+    plan = tensor_map.plan((0, 0), 1024 + 3 * 128)
+    assert plan.chunk_offsets.max() + 16 == 256
+    shared = np.zeros(256, np.uint8)
+    tensormap.load(memory, tensor_map, (0, 0), 1024 + 3 * 128, shared)
+    assert np.count_nonzero(shared) == 192
+    with pytest.raises(ValueError, match="shared has 192 bytes, the box lies among 256"):
+        tensormap.load(memory, tensor_map, (0, 0), 1024 + 3 * 128, shared[:192])
+    assert make_map(box=(8, 3), swizzle=0).span_bytes == 48
+
+
 def test_bytes_of_a_box_count_the_elements_taken():
     tensor_map = make_map(box=(64, 16), element_strides=(4, 3))
     assert tensor_map.taken == (64, 6)

@@ -169,6 +169,11 @@ class TensorMap:
         """Bytes of the box in shared memory, which a load counts in full however much of it is outside."""
         return math.prod(self.taken) * self.itemsize
 
+    @functools.cached_property
+    def span_bytes(self) -> int:
+        """Bytes from the shared address on among which the box lies: a swizzle moves pieces within lines of 128."""
+        return -(-self.box_bytes // SHARED_ALIGN) * SHARED_ALIGN if self.swizzle else self.box_bytes
+
     def plan(self, coordinates: Sequence[int], shared_address: int, *, store: bool = False) -> BoxPlan:
         """Where the box at `coordinates` (elements, may be negative or beyond the extents) lies.
 
@@ -375,7 +380,7 @@ def load(
 ) -> BoxPlan:
     """Copy a box from global to shared memory, filling what is outside the tensor.
 
-    shared: uint8, the shared memory from `shared_address` on, `tensor_map.box_bytes` or more; it is written.
+    shared: uint8, the shared memory from `shared_address` on, `tensor_map.span_bytes` or more; it is written.
 
     Raises TensorMapError as `TensorMap.plan` does, and IndexError from `memory` where a row has no memory behind it.
     """
@@ -435,7 +440,9 @@ def reduce(
 
 
 def _chunks(shared: np.ndarray, tensor_map: TensorMap) -> np.ndarray:
-    """Shared memory as 16-byte chunks. The last swizzled chunk may lie past a box that ends within a pattern."""
+    """Shared memory as 16-byte chunks."""
+    if len(shared) < tensor_map.span_bytes:
+        raise ValueError(f"shared has {len(shared)} bytes, the box lies among {tensor_map.span_bytes}")
     return shared[: len(shared) // CHUNK * CHUNK].view(_CHUNK_DTYPE)
 
 
