@@ -331,16 +331,18 @@ def _key(module: ModuleType, facts: dict[str, str]) -> str:
 def _read(path: Path, key: str, config: TileConfig) -> CompiledKernel | None:
     """The kernel in a cache file, or None. A file that is not wholly and surely ours is never loaded."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # NOTE: non-blocking, or a pipe of that name would hold up the caller for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         _warn(path, f"cannot be opened ({error.strerror})")
         return None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        return _warn(path, "is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return _warn(path, "is not a regular file")
         if status.st_uid != os.geteuid():
             return _warn(path, f"belongs to user {status.st_uid}, not {os.geteuid()}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -351,10 +353,18 @@ def _read(path: Path, key: str, config: TileConfig) -> CompiledKernel | None:
     digest, _, payload = data[len(MAGIC) :].partition(b"\n")
     if hashlib.sha256(payload).hexdigest().encode() != digest:
         return _warn(path, "is damaged (its checksum does not match)")
+    try:
+        return _parse(payload, key, config) or _warn(path, "holds another kernel")
+    except (ValueError, KeyError, TypeError) as error:
+        return _warn(path, f"is of another layout ({type(error).__name__}: {error})")
+
+
+def _parse(payload: bytes, key: str, config: TileConfig) -> CompiledKernel | None:
+    """The kernel in a payload, None if of another key. Raises ValueError, KeyError or TypeError for another layout."""
     header_text, _, body = payload.partition(b"\n")
     header = json.loads(header_text)
     if header["key"] != key:
-        return _warn(path, "holds another kernel")
+        return None
     parts, offset = {}, 0
     for name, length in header["parts"]:
         parts[name] = body[offset : offset + length]
