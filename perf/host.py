@@ -108,7 +108,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
             calls["empty"] = lambda x=square: empty(x, x, x)
         for name in variants:
             kernel = compile_kernel(name, None, layout.dtype, layout.a_major, layout.b_major).function
-            calls[f"{name} kernel"] = lambda f=kernel, a=a, b=b_nk, out=out: f(a, b, out)
+            calls[f"{name} kernel"] = lambda f=kernel, a=a, b=b, out=out: f(a, b, out)
             calls[name] = lambda v=name, a=a, b=b, out=out: matmul(a, b, out=out, variant=v)
         if "default" in labels:
             calls["default"] = lambda a=a, b=b, out=out: matmul(a, b, out=out)

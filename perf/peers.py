@@ -77,12 +77,7 @@ class VariantContender:
             kernel = compile_kernel(self.name, config, layout.dtype, layout.a_major, layout.b_major)
         except ValueError as error:
             raise Skip(str(error)) from error
-        function = kernel.function
-
-        def launch(a: Any, b: Any, out: Any) -> None:
-            function(a, b.t(), out)
-
-        return Prepared(launch, {"config": str(config), "config_from": source})
+        return Prepared(kernel.function, {"config": str(config), "config_from": source})
 
 
 @dataclass

@@ -241,7 +241,7 @@ def launches(variant: str, shape: Shape, layout: Layout, config: str | None, cou
     device = CudaDevice()
     kernel = compile_kernel(variant, config, layout.dtype, layout.a_major, layout.b_major)
     for operands in device.operands(shape, layout, 2) * (count // 2 + 1):
-        kernel(operands.a, operands.b.t(), operands.out)
+        kernel(operands.a, operands.b, operands.out)
         count -= 1
         if count == 0:
             break
