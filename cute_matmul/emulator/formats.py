@@ -260,11 +260,12 @@ def _to_integer(values: np.ndarray, name: str, mode: str, from_64: bool) -> np.n
     lo, hi = (-(1 << width - 1), (1 << width - 1) - 1) if signed else (0, (1 << width) - 1)
     rounded = _TO_INTEGER[mode](values.astype(np.float64))
     nan = np.isnan(rounded)
-    inside = ~nan & (rounded >= lo) & (rounded < hi + 1)
+    rounded = np.where(nan, 0.0, rounded)
+    inside = (rounded >= lo) & (rounded < hi + 1)
     within = np.where(inside, rounded, 0)
     out = within.astype(np.int64).view(np.uint64) if signed else within.astype(np.uint64)
-    out = np.where(~nan & (rounded < lo), np.uint64(lo & (1 << 64) - 1), out)
-    out = np.where(~nan & (rounded >= hi + 1), np.uint64(hi), out)
+    out = np.where(rounded < lo, np.uint64(lo & (1 << 64) - 1), out)
+    out = np.where(rounded >= hi + 1, np.uint64(hi), out)
     nan_value = 1 << width - 1 if from_64 or width == 64 else 0
     return np.where(nan, np.uint64(nan_value), out)
 
