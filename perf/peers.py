@@ -51,9 +51,12 @@ class VariantContender:
 
         variant = registry.get(self.name)
         self.label = variant.title
-        module = variant.load()
-        narrow = getattr(getattr(module, "RESOURCES", None), "accumulator_bytes", 4) == 2
-        self.accumulate = "fp16" if narrow else "fp32"
+        self.accumulate = {"float32": "fp32", "float16": "fp16"}[variant.accumulator]
+
+    def takes(self, dtype: str) -> bool:
+        from cute_matmul import registry
+
+        return dtype in getattr(registry.get(self.name).load(), "DTYPES", (dtype,))
 
     def choose(self, shape: Shape, layout: Layout) -> tuple[Any, str]:
         """The configuration for a shape, and where it comes from: "given", "tuned" or "default"."""
@@ -72,6 +75,8 @@ class VariantContender:
     def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
         from cute_matmul.compile import compile_kernel
 
+        if not self.takes(layout.dtype):
+            raise Skip(f"does not take {layout.dtype}")
         config, source = self.choose(shape, layout)
         try:
             kernel = compile_kernel(self.name, config, layout.dtype, layout.a_major, layout.b_major)
