@@ -233,16 +233,16 @@ class Run:
                             "details": prepared.details,
                         }
                     )
+                ready[contender.name] = self._steps(prepared.launch, operands, shape)
             except Skip as reason:
                 self._skip(contender, shape, str(reason))
                 continue
-            except Mismatch as error:
-                self.record["failed"].append(
-                    {"contender": contender.name, "shape": list(shape.mnk), "reason": str(error)}
-                )
-                self._skip(contender, shape, f"not timed, {error}")
+            except Exception as error:
+                # Whatever one contender does wrong, the others are still measured.
+                reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
+                self.record["failed"].append({"contender": contender.name, "shape": list(shape.mnk), "reason": reason})
+                self._skip(contender, shape, f"not timed, {reason}")
                 continue
-            ready[contender.name] = self._steps(prepared.launch, operands, shape)
             self.save()
         return ready
 

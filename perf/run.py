@@ -6,9 +6,11 @@ README.md beside this says what the figures mean and how each is repeated.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. 0: measured; 1: a wrong result or no GPU; 2: bad arguments; 130: stopped, kept."""
+    """Run the command line. 0: measured; 1: no GPU, or a contender failed; 2: bad arguments; 130: stopped, kept."""
     top = parser()
     options = top.parse_args(arguments)
     command = ["perf/run.py", *(sys.argv[1:] if arguments is None else arguments)]
@@ -90,10 +92,9 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
     else:
         from perf import peers as adapters
 
-        # Before there is a GPU context: the kernels, in processes side by side.
-        _compile(variants, configs, suite, layout)
         device = CudaDevice()
         contenders = adapters.build(variants, peers, configs, device.name)
+        _compile(contenders, suite, layout)
 
     started = results.now()
     record = {
@@ -142,12 +143,16 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
     with _Bar(total, len(record["measurements"])) as bar:
         run = measure.Run(device, suite, effort, contenders, layout, record, save, bar)
         try:
-            run.measure()
+            with _terminated_like_interrupted():
+                run.measure()
         except KeyboardInterrupt:
             save()
             bar.close()
             print(f"\nstopped; {len(record['measurements'])} measurements kept in {path}\nthe same command goes on")
             return INTERRUPTED
+        except BaseException:
+            save()
+            raise
     record["complete"] = True
     record["finished"] = results.now().isoformat(timespec="seconds")
     record["seconds"] = round(device.now() - run.started, 1)
@@ -157,24 +162,34 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
     print(tables.report(record))
     print(f"\n{path}")
     for failure in record["failed"]:
-        print(f"WRONG RESULT {failure['contender']} {failure['shape']}: {failure['reason']}", file=sys.stderr)
+        print(f"FAILED {failure['contender']} {failure['shape']}: {failure['reason']}", file=sys.stderr)
     return FAILED if record["failed"] else OK
 
 
-def _compile(variants: Sequence[str], configs: dict[str, str], suite: suites.Suite, layout: Layout) -> None:
-    """Compile what will be measured into the disk cache. Which configuration is tuned depends on the GPU's name,
-    which is not asked for yet: the default one is compiled, and the tuned one if it is remembered for any GPU."""
-    from cute_matmul import registry, tuner
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, as of a batch system at its time limit, stops a run as Ctrl-C does: what it has is kept."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _compile(contenders: Sequence[Any], suite: suites.Suite, layout: Layout) -> None:
+    """Compile what will be measured into the disk cache, in processes side by side."""
+    from cute_matmul import tuner
 
     jobs = []
-    for name in variants:
-        module = registry.get(name).load()
-        if layout.dtype not in getattr(module, "DTYPES", (layout.dtype,)):
-            continue
-        wanted = {configs.get(name) or str(module.DEFAULT)}
-        for shape in suite.shapes:
-            wanted |= {str(c) for c in tuner.remembered(name, shape.mnk, layout.dtype, layout.a_major, layout.b_major)}
-        jobs += [tuner.Job(name, text, layout.dtype, layout.a_major, layout.b_major) for text in sorted(wanted)]
+    for contender in contenders:
+        if contender.kind == "variant" and contender.takes(layout.dtype):
+            wanted = {str(contender.choose(shape, layout)[0]) for shape in suite.shapes}
+            majors = (layout.a_major, layout.b_major)
+            jobs += [tuner.Job(contender.name, text, layout.dtype, *majors) for text in sorted(wanted)]
     for job, error in tuner.compile_jobs(jobs).items():
         if error:
             print(f"{job}: does not compile: {error}", file=sys.stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -125,6 +127,21 @@ def test_every_contender_is_checked_before_anything_is_timed():
     assert Counter(log)["check"] == 2
 
 
+def test_one_that_breaks_does_not_stop_the_others():
+    device = simulation.SimulatedDevice()
+    contenders = simulation.contenders(device, ["v1", "v2"], ["cublas"])
+
+    def broken(*_):
+        raise TypeError("unexpected keyword")
+
+    contenders[1].prepare = broken
+    record = measured(device=device, contenders=contenders)
+    assert {m["contender"] for m in record["measurements"]} == {"v1", "cublas"}
+    assert record["failed"] == [
+        {"contender": "v2", "shape": list(SHAPE.mnk), "reason": "TypeError: unexpected keyword"}
+    ]
+
+
 def test_who_cannot_take_part_is_skipped_with_a_reason():
     device = simulation.SimulatedDevice()
     contenders = simulation.contenders(device, ["v1"], ["cublas", "quack"])
@@ -238,6 +255,31 @@ def test_simulated_results_stay_out_of_the_projects_folder(capsys):
 def test_bad_arguments_are_named(arguments, said, tmp_path, capsys):
     assert run.main(["--simulate", "--results", str(tmp_path), *arguments]) == run.USAGE
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["terminate", "crash"])
+def test_a_run_that_is_ended_otherwise_keeps_what_it_has(how, tmp_path, monkeypatch):
+    device = simulation.SimulatedDevice()
+    elapsed, calls = device.elapsed, []
+
+    def end(steps):
+        calls.append(1)
+        if len(calls) == 12 and how == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if len(calls) == 12 and how == "crash":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return elapsed(steps)
+
+    device.elapsed = end
+    monkeypatch.setattr(simulation, "SimulatedDevice", lambda: device)
+    arguments = ["--simulate", "--results", str(tmp_path), "--variants", "v1", "--peers", "cublas"]
+    if how == "terminate":
+        assert run.main(arguments) == run.INTERRUPTED
+    else:
+        with pytest.raises(RuntimeError, match="illegal memory"):
+            run.main(arguments)
+    (path,) = tmp_path.glob("*.json")
+    assert len(results.load(path)["measurements"]) >= 2
 
 
 def test_names_of_results_do_not_collide(tmp_path):
