@@ -42,7 +42,6 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     matmul_v2_kernel(a_tma, a_coords, b_tma, b_coords, mC, tiled_mma, a_layout, b_layout, config).launch(
         grid=(*cute.ceil_div(mC.shape, (tile_m, tile_n)), 1),
         block=(RESOURCES.threads, 1, 1),
-        min_blocks_per_mp=RESOURCES.ctas_per_sm(config),
         preferred_smem_carveout=100,
         stream=stream,
     )
