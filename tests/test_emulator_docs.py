@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_matmul.emulator import findings, interpreter
+from cute_matmul.emulator import findings, interpreter, tensormap
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parent / "docs" / "emulator.md").read_text()
@@ -68,7 +68,7 @@ def test_every_kind_is_on_the_page(kind):
 
 def test_the_page_names_no_kind_that_does_not_exist():
     named = set(re.findall(r"hazard=(\S+)", PAGE)) | set(re.findall(r"^\*\*([a-z-]+)\*\*", PAGE, re.M))
-    known = {*findings.RULES, *interpreter.RULES}
+    known = {*findings.RULES, *interpreter.RULES, *(f"tensor-map-{rule}" for rule in tensormap.RULES)}
     assert {kind for names in named for kind in names.split(",")} <= known
 
 

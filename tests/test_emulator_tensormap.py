@@ -261,6 +261,7 @@ def random_case(seed: int):
     end = 1 + sum((n - 1) * s for n, s in zip(extents, strides, strict=True)) + 16
     memory = Memory(4096, rng.integers(0, 256, end, dtype=np.uint8))
     coordinates = [int(rng.integers(-n // 2 - 3, n + 3)) for n in extents]
+    coordinates[0] -= coordinates[0] % (16 // itemsize)
     address = 1024 + 128 * int(rng.integers(0, 9))
     shared = rng.integers(0, 256, tensor_map.box_bytes + 128, dtype=np.uint8)
     return tensor_map, memory, coordinates, address, shared
@@ -277,6 +278,7 @@ def test_load_and_store_follow_the_rules_element_by_element(seed):
     np.testing.assert_array_equal(loaded, expected)
     np.testing.assert_array_equal(memory.data, before)
 
+    coordinates = [max(at, 0) for at in coordinates]
     reference = Memory(4096, before.copy())
     element_by_element(as_stored(tensor_map), reference, coordinates, address, shared, store_element)
     untouched = shared.copy()
@@ -290,6 +292,7 @@ def test_load_and_store_follow_the_rules_element_by_element(seed):
 def test_footprints_are_exactly_what_a_store_writes(seed):
     tensor_map, memory, coordinates, address, shared = random_case(1000 + seed)
     memory.data[...] = 0
+    coordinates = [max(at, 0) for at in coordinates]
     plan = tensormap.store(memory, tensor_map, coordinates, address, np.full_like(shared, 255))
     footprint = np.zeros(len(memory.data), bool)
     for row in plan.row_addresses:
@@ -309,12 +312,24 @@ def test_footprints_are_exactly_what_a_store_writes(seed):
 
 def test_a_box_wholly_outside_is_zeros_and_writes_nothing():
     memory = Memory(4096, np.full(20 * 128, 7, np.uint8))
-    for coordinates in ((0, 20), (48, 0), (0, -16), (-64, 0), (2**31 - 1, -(2**31))):
+    for coordinates in ((0, 20), (48, 0), (0, -16), (-64, 0), (2**31 - 8, -(2**31))):
         shared = np.full(make_map().box_bytes, 9, np.uint8)
         plan = tensormap.load(memory, make_map(), coordinates, 1024, shared)
         assert not shared.any() and plan.clipped and len(plan.row_addresses) == 0
+    for coordinates in ((0, 20), (48, 0), (2**31 - 8, 2**31 - 1)):
         tensormap.store(memory, make_map(), coordinates, 1024, shared)
     assert (memory.data == 7).all()
+
+
+@pytest.mark.parametrize("coordinates", [(0, -1), (-8, 0), (-64, -16)])
+def test_stores_take_no_negative_coordinates(coordinates):
+    """CUDA C programming guide: of a tile written to global memory the top left corner has no negative indices."""
+    memory = Memory(4096, np.zeros(20 * 128, np.uint8))
+    for move in (tensormap.store, lambda *arguments: tensormap.reduce(*arguments, "add")):
+        with pytest.raises(TensorMapError, match="of a store, they must not be negative") as info:
+            move(memory, make_map(), coordinates, 1024, np.zeros(2048, np.uint8))
+        assert info.value.rule == "coordinates"
+    tensormap.load(memory, make_map(), coordinates, 1024, np.zeros(2048, np.uint8))
 
 
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
@@ -354,6 +369,14 @@ def test_a_row_without_memory_behind_it_is_named():
     [
         ({}, (0, 0), 1024 + 64, "alignment", "0x440 of a tensor copy, it must be a multiple of 128"),
         ({}, (0, 0, 0), 1024, "coordinates", "3 coordinates for a tensor map of 2 dimensions"),
+        (
+            {},
+            (13, 0),
+            1024,
+            "coordinates",
+            "13 of float16 elements is at byte 26 of a row, it must be a multiple of 16",
+        ),
+        ({}, (-5, 0), 1024, "coordinates", "-5 of float16 elements is at byte -10 of a row"),
         ({"box": (12, 4)}, (0, 0), 1024, "box", "24 bytes, accepted are multiples of 16, at most the swizzle's 128"),
         ({"box": (72, 4)}, (0, 0), 1024, "box", "144 bytes"),
         ({"interleave": 16}, (0, 0), 1024, "interleave", "16-byte interleaved layouts are not modelled"),
@@ -411,7 +434,7 @@ REDUCTIONS = [
 def test_reductions_follow_the_scalar_operation(operation, dtype):
     rng = np.random.default_rng(5)
     itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "int32": 4}.get(dtype, 8)
-    columns = 32 // itemsize + 1  # one more than a box holds
+    columns = 32 // itemsize + 1  # so that a box in the second column of chunks is cut
     tensor_map = make_map(
         dtype=dtype,
         itemsize=itemsize,
@@ -441,8 +464,9 @@ def test_reductions_follow_the_scalar_operation(operation, dtype):
         else:
             target[...] = bits(np.array([result]), dtype)
 
-    element_by_element(tensor_map, reference, (1, -2), 1024, shared, combine)
-    tensormap.reduce(memory, tensor_map, (1, -2), 1024, shared, operation)
+    at = (16 // itemsize, 2)
+    element_by_element(as_stored(tensor_map), reference, at, 1024, shared, combine)
+    tensormap.reduce(memory, tensor_map, at, 1024, shared, operation)
     np.testing.assert_array_equal(memory.data, reference.data)
     assert (memory.data != 0).any()
 

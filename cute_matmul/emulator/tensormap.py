@@ -58,11 +58,11 @@ _INTERLEAVE = (0, 16, 32)
 _L2_PROMOTION = (0, 64, 128, 256)
 
 
-class TensorMapError(ValueError):
-    """A descriptor or a use of one that the hardware would refuse or that is not modelled.
+RULES = ("format", "coordinates", "alignment", "box", "interleave", "fill", "reduction")
 
-    `rule` is a short name: "format", "im2col", "interleave", "alignment", "box", "coordinates", "reduction", "fill".
-    """
+
+class TensorMapError(ValueError):
+    """A descriptor or a use of one that the hardware would refuse or that is not modelled; `rule` is one of RULES."""
 
     def __init__(self, rule: str, message: str):
         self.rule = rule
@@ -181,11 +181,13 @@ class TensorMap:
         bytes, so that they write up to 15 bytes beyond a row that is no multiple of 16 bytes (measured on an H200,
         tests/data/tensormap_clipping.json).
 
-        Raises TensorMapError for the wrong number of coordinates, a shared address that is not a multiple of 128
-        bytes, an inner box extent that is not a multiple of 16 bytes or exceeds the swizzle, or interleaving.
+        Raises TensorMapError for the wrong number of coordinates, an innermost coordinate that is not a multiple of
+        16 bytes, a negative one of a store (both end in an illegal instruction on an H200), a shared address that
+        is not a multiple of 128 bytes, an inner box extent that is not a multiple of 16 bytes or exceeds the
+        swizzle, or interleaving.
         """
         at = tuple(int(c) for c in coordinates)
-        _check(self, at, shared_address)
+        _check(self, at, shared_address, store)
         return _plan(self, at, shared_address % _pattern_bytes(self), store)
 
     def replace(self, **changes: Any) -> TensorMap:
@@ -271,11 +273,19 @@ def _pattern_bytes(tensor_map: TensorMap) -> int:
     return max(8 * tensor_map.swizzle, SHARED_ALIGN)
 
 
-def _check(tensor_map: TensorMap, coordinates: tuple[int, ...], shared_address: int) -> None:
+def _check(tensor_map: TensorMap, coordinates: tuple[int, ...], shared_address: int, store: bool) -> None:
     if len(coordinates) != tensor_map.rank:
         raise TensorMapError(
             "coordinates", f"{len(coordinates)} coordinates for a tensor map of {tensor_map.rank} dimensions"
         )
+    if coordinates[0] * tensor_map.itemsize % CHUNK:
+        raise TensorMapError(
+            "coordinates",
+            f"innermost coordinate {coordinates[0]} of {tensor_map.dtype} elements is at byte "
+            f"{coordinates[0] * tensor_map.itemsize} of a row, it must be a multiple of {CHUNK} bytes",
+        )
+    if store and min(coordinates) < 0:
+        raise TensorMapError("coordinates", f"coordinates {coordinates} of a store, they must not be negative")
     if tensor_map.interleave:
         raise TensorMapError("interleave", f"{tensor_map.interleave}-byte interleaved layouts are not modelled")
     if shared_address % SHARED_ALIGN:
@@ -431,7 +441,7 @@ def reduce(
     Raises TensorMapError("reduction") where the operation has no meaning for the type.
     """
     combine = _reduction(tensor_map.dtype, operation)
-    plan = tensor_map.plan(coordinates, shared_address)
+    plan = tensor_map.plan(coordinates, shared_address, store=True)
     inside = _global_box(memory, tensor_map, plan)
     if inside is not None:
         source = np.ascontiguousarray(_shared_box(tensor_map, plan, shared)[_box_slices(tensor_map, plan)])
