@@ -7,14 +7,6 @@ knows nothing of matmul. Importing it imports nothing else.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cute_matmul.emulator.api import run, run_launch
-    from cute_matmul.emulator.errors import EmulatorError, UnknownInstruction
-    from cute_matmul.emulator.hazards import Hazard
-    from cute_matmul.emulator.host import HostError, LaunchError, Program, stream
-    from cute_matmul.emulator.report import Deadlock, Report, Suppression
 
 _HOMES = {
     "run": "api",

@@ -153,7 +153,11 @@ def run_launch(
     )
     engine.run()
     report.kernels += (launch.kernel,)
-    found = hazards.finish(stopped=engine.stopped or engine.deadlock is not None) if hazards is not None else _plain(engine, describe)
+    found = (
+        hazards.finish(stopped=engine.stopped or engine.deadlock is not None)
+        if hazards is not None
+        else _plain(engine, describe)
+    )
     report.suppress(found, suppress)
     if engine.deadlock is not None:
         report.deadlock = Deadlock(
@@ -177,7 +181,9 @@ def _plain(engine: Engine, describe) -> list:
         line, text = describe(src)
         per = engine.warps_per_cta
         here = Site(line, text, cta=agent // per, warps=(agent % per,))
-        out.append(Hazard(kind, RULES.get(kind, kind), here, space=space, first_byte=first, last_byte=last, detail=detail))
+        out.append(
+            Hazard(kind, RULES.get(kind, kind), here, space=space, first_byte=first, last_byte=last, detail=detail)
+        )
     return out
 
 
@@ -222,7 +228,9 @@ def roles(engine: Engine) -> list[str]:
         else:
             names.append("store" if stores[agent] else "other")
     if specialised:
-        order = {f"consumer {g}": f"consumer {i}" if len(groups) > 1 else "consumer" for i, g in enumerate(sorted(groups))}
+        order = {
+            f"consumer {g}": f"consumer {i}" if len(groups) > 1 else "consumer" for i, g in enumerate(sorted(groups))
+        }
         names = [order.get(n, n) for n in names]
     return names
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from cute_matmul.emulator import arithmetic, ops, schedule, translate
 from cute_matmul.emulator.errors import EmulatorError
-from cute_matmul.emulator.memory import AddressSpaces, Stop
 from cute_matmul.emulator.mbarrier import LOW_MASK, Barriers
-from cute_matmul.emulator.memory import SLOT_SHIFT
+from cute_matmul.emulator.memory import SLOT_SHIFT, AddressSpaces, Stop
 from cute_matmul.emulator.units import Units
 
 WAVE = 132  # CTAs resident together: one per SM of an H200
@@ -51,7 +50,19 @@ def _warp_of(fragment: Fragment) -> int:
 class Group:
     """Fragments that execute a node together, in order of warps; what generated code asks of them."""
 
-    __slots__ = ("agents", "clustercol", "count", "engine", "fragments", "ix", "mask", "slotcol", "slots", "warpcol", "warps")
+    __slots__ = (
+        "agents",
+        "clustercol",
+        "count",
+        "engine",
+        "fragments",
+        "ix",
+        "mask",
+        "slotcol",
+        "slots",
+        "warpcol",
+        "warps",
+    )
 
     def __init__(self, engine: Engine, fragments: list[Fragment]) -> None:
         self.engine, self.fragments = engine, fragments
@@ -113,7 +124,9 @@ class Engine(AddressSpaces, Barriers, Units):
 
     # What happened
 
-    def report(self, kind: str, src: int, agent: int, space: str, first: int | None, last: int | None, detail: str) -> None:
+    def report(
+        self, kind: str, src: int, agent: int, space: str, first: int | None, last: int | None, detail: str
+    ) -> None:
         """A hazard that the engine itself sees."""
         if self.hazards is not None:
             text = RULES.get(kind, kind)
@@ -547,7 +560,11 @@ class Engine(AddressSpaces, Barriers, Units):
             for group in sorted({int(self.wg[f.warp]) for f in fragments}):
                 here = [f for f in fragments if self.wg[f.warp] == group]
                 partial = [f for f in here if f.mask is not None]
-                text = "some lanes do not execute it" if partial else f"{4 - len({f.warp for f in here})} of 4 warps do not execute it"
+                text = (
+                    "some lanes do not execute it"
+                    if partial
+                    else f"{4 - len({f.warp for f in here})} of 4 warps do not execute it"
+                )
                 self.report("wgmma-not-whole-warp-group", src, self.agent_of(here[0].warp), "", None, None, text)
                 break
 
@@ -584,7 +601,15 @@ class Engine(AddressSpaces, Barriers, Units):
                 first = agent - agent % per % 4
                 others = [counts.get(a, 0) for a in range(first, first + 4)]
                 if any(o != n for o in others):
-                    self.report("wgmma-not-whole-warp-group", src, agent, "", None, None, f"executed {others} times by the warps of the group")
+                    self.report(
+                        "wgmma-not-whole-warp-group",
+                        src,
+                        agent,
+                        "",
+                        None,
+                        None,
+                        f"executed {others} times by the warps of the group",
+                    )
                     break
         self.fences.clear()
 
@@ -615,7 +640,15 @@ class Engine(AddressSpaces, Barriers, Units):
         if missing.any():
             row = int(missing.any(axis=1).argmax())
             lanes = np.flatnonzero(missing[row]).tolist()
-            self.report("sync-lanes-missing", src, G.agents[row], "", None, None, f"lanes {lanes} are named in the member mask and elsewhere")
+            self.report(
+                "sync-lanes-missing",
+                src,
+                G.agents[row],
+                "",
+                None,
+                None,
+                f"lanes {lanes} are named in the member mask and elsewhere",
+            )
 
     def clock(self, G, name: str) -> np.ndarray:
         """A clock in cycles: the tracer's where there is one, else scheduler steps. All lanes of a group see one."""

@@ -78,7 +78,13 @@ class Barriers:
                 if self.hazards is None or not self.hazards_seen():
                     offset = place & LOW_MASK
                     self.report(
-                        "mbarrier-not-initialised", src, G.agents[row], "shared", offset, offset + 7, "no mbarrier.init ran at this address"
+                        "mbarrier-not-initialised",
+                        src,
+                        G.agents[row],
+                        "shared",
+                        offset,
+                        offset + 7,
+                        "no mbarrier.init ran at this address",
                     )
                 raise Stop
             out.append(barrier)
@@ -124,7 +130,9 @@ class Barriers:
             return state
         arrive = count is not None
         arrivals = np.broadcast_to(count, (G.count, 32))[rows, lane].astype(np.int64) * lanes if arrive else 0 * lanes
-        expected = np.broadcast_to(tx, (G.count, 32))[rows, lane].astype(np.int64) * lanes if tx is not None else 0 * lanes
+        expected = (
+            np.broadcast_to(tx, (G.count, 32))[rows, lane].astype(np.int64) * lanes if tx is not None else 0 * lanes
+        )
         self.changes += 1
         count_rows = len(rows)
         begin = 0
@@ -148,8 +156,8 @@ class Barriers:
             piece = slice(begin, end)
             for o in self.observers:
                 o.mbar_arrive(
-                    G.agents[rows[piece]], src, cta[piece], bar[piece], count=arrivals[piece], expect_tx=expected[piece],
-                    release=order == "release", arrive=arrive,
+                    G.agents[rows[piece]], src, cta[piece], bar[piece], count=arrivals[piece],
+                    expect_tx=expected[piece], release=order == "release", arrive=arrive,
                 )  # fmt: skip
             barriers = self._barriers(G, src, rows[piece], places[piece])
             for i, barrier in enumerate(barriers, begin):
@@ -163,9 +171,11 @@ class Barriers:
                 if drop:
                     barrier.expected -= int(arrivals[i])
                 if barrier.pending < 0:
+                    offset = barrier.place & LOW_MASK
                     self.report(
-                        "mbarrier-arrivals", src, G.agents[row], "shared", barrier.place & LOW_MASK, (barrier.place & LOW_MASK) + 7,
-                        f"{-barrier.pending} arrivals more in phase {barrier.phase} than the {barrier.expected} the barrier was initialised with",
+                        "mbarrier-arrivals", src, G.agents[row], "shared", offset, offset + 7,
+                        f"phase {barrier.phase} gets {-barrier.pending} arrivals more than the {barrier.expected} that"
+                        " the barrier was initialised with",
                     )  # fmt: skip
                     raise Stop
                 if abs(barrier.tx) > MAX_COUNT:
@@ -338,7 +348,10 @@ class Barriers:
         if counts is not None and any(c != 32 * per for c in counts):
             return False
         warps = G.warps.reshape(-1, per)
-        return bool((warps[:, 0] % per == 0).all() and (warps[:, -1] - warps[:, 0] == per - 1).all()) and not self.exited_warps
+        return (
+            bool((warps[:, 0] % per == 0).all() and (warps[:, -1] - warps[:, 0] == per - 1).all())
+            and not self.exited_warps
+        )
 
     def named_busy(self, G, number: int) -> bool:
         return bool(self.named) and any((slot, number) in self.named for slot in set(G.slots.tolist()))
@@ -401,7 +414,7 @@ class Barriers:
             ins = self.program.instructions[self.program.nodes[node].start]
             if "red" not in ins.parts:
                 continue
-            lanes = np.concatenate([p for p in barrier.predicates])
+            lanes = np.concatenate(barrier.predicates)
             target = ins.operands[0]
             if "popc" in ins.parts:
                 self.A32[target.index, fragment.warp] = int(lanes.sum())

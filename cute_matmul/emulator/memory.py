@@ -137,13 +137,19 @@ class AddressSpaces:
         if space == "generic":
             window = place >> 56
             if (window != 1).any():
-                self.stop(G, "shared-out-of-bounds", "a generic address outside the shared window where one is required")
+                self.stop(
+                    G, "shared-out-of-bounds", "a generic address outside the shared window where one is required"
+                )
             place = place & translate.WINDOW_MASK
         if space == "shared" and not (place >> CLUSTER_SHIFT).any():
             return place | (G.slotcol << SLOT_SHIFT)
         rank = place >> CLUSTER_SHIFT
         if (rank > self.cluster_size).any() or (rank < 0).any():
-            self.stop(G, "shared-out-of-bounds", f"an address of CTA rank {int(rank.max()) - 1} in a cluster of {self.cluster_size}")
+            self.stop(
+                G,
+                "shared-out-of-bounds",
+                f"an address of CTA rank {int(rank.max()) - 1} in a cluster of {self.cluster_size}",
+            )
         slot = np.where(rank == 0, G.slotcol, G.clustercol + rank - 1)
         return (slot << SLOT_SHIFT) | (place & OFFSET_MASK)
 
@@ -159,7 +165,7 @@ class AddressSpaces:
     # Loads and stores
 
     def _lanes(self, G, address: np.ndarray, mask: np.ndarray | None):
-        """Addresses as int64 (w, 32), the lanes that count, lowest and highest active address. None if there are none."""
+        """Addresses as int64 (w, 32), the lanes that count, lowest and highest active address; None for no lane."""
         lanes = np.broadcast_to(address.astype(np.int64), (G.count, 32))
         if mask is None:
             return lanes, None, int(lanes.min()), int(lanes.max())
@@ -175,7 +181,13 @@ class AddressSpaces:
             bad = int(lanes[(lanes & (nbytes - 1)) != 0][0])
             agent = G.agents[int(np.argwhere((lanes & (nbytes - 1)) != 0)[0][0])]
             self.report(
-                "misaligned-access", src, agent, space, bad, bad + nbytes - 1, f"{nbytes} bytes at {bad:#x} are not aligned to their size"
+                "misaligned-access",
+                src,
+                agent,
+                space,
+                bad,
+                bad + nbytes - 1,
+                f"{nbytes} bytes at {bad:#x} are not aligned to their size",
             )
             raise Stop
 
@@ -286,9 +298,19 @@ class AddressSpaces:
             cta = rows + self.cta_base
         if low < translate.SHARED_START or high + nbytes > self.smem_limit:
             bad = low if low < translate.SHARED_START else high
-            where = "before its start" if low < translate.SHARED_START else f"of {self.smem_limit - translate.SHARED_START} bytes"
+            where = (
+                "before its start"
+                if low < translate.SHARED_START
+                else f"of {self.smem_limit - translate.SHARED_START} bytes"
+            )
             self.report(
-                "shared-out-of-bounds", src, G.agents[0], "shared", bad, bad + nbytes - 1, f"outside shared memory {where}"
+                "shared-out-of-bounds",
+                src,
+                G.agents[0],
+                "shared",
+                bad,
+                bad + nbytes - 1,
+                f"outside shared memory {where}",
             )
             raise Stop
         return rows, offsets, cta
@@ -333,7 +355,13 @@ class AddressSpaces:
                 row, lane = np.argwhere(left)[0]
                 address = int(lanes[row, lane])
                 self.report(
-                    "global-out-of-bounds", src, G.agents[row], "global", address, address + nbytes - 1, self.nearest(address)
+                    "global-out-of-bounds",
+                    src,
+                    G.agents[row],
+                    "global",
+                    address,
+                    address + nbytes - 1,
+                    self.nearest(address),
                 )
                 raise Stop
         for number, part in places:
@@ -365,7 +393,11 @@ class AddressSpaces:
         best, text = None, "no allocation is known"
         for base, end, name in zip(self.global_bases, self.global_ends, self.global_names, strict=True):
             distance = base - address if address < base else address - end
-            side = f"{base - address} bytes before {name}" if address < base else f"{address - end} bytes past the end of {name}"
+            side = (
+                f"{base - address} bytes before {name}"
+                if address < base
+                else f"{address - end} bytes past the end of {name}"
+            )
             if best is None or distance < best:
                 best, text = distance, side
         return text

@@ -176,7 +176,9 @@ def dp4a(a: np.ndarray, b: np.ndarray, c: np.ndarray, a_signed: bool, b_signed: 
     for i in range(4):
         x = (a >> u32(8 * i)).astype(u8)
         y = (b >> u32(8 * i)).astype(u8)
-        total = total + (x.view(np.int8) if a_signed else x).astype(i64) * (y.view(np.int8) if b_signed else y).astype(i64)
+        total = total + (x.view(np.int8) if a_signed else x).astype(i64) * (y.view(np.int8) if b_signed else y).astype(
+            i64
+        )
     return total.astype(u64).astype(u32)
 
 

@@ -227,9 +227,7 @@ def _statements(text: str):
                     quoted = not quoted
                 elif quoted:
                     pass
-                elif c == ";" and depth == 0:
-                    break
-                elif c == "{" and header and depth == 0 and "=" not in text[at:end]:
+                elif (c == ";" and depth == 0) or (c == "{" and header and depth == 0 and "=" not in text[at:end]):
                     break
                 elif c in "([{":
                     depth += 1
@@ -542,11 +540,8 @@ class _Parser:
         width = REGISTER_WIDTHS[kind]
         names = words[words.index("." + kind) + 1 :]
         for part in self.split(names):
-            if len(part) > 1 and part[1] == "<":
-                new = [f"{part[0]}{i}" for i in range(int(part[2]))]
-            else:
-                new = [part[0]]
-            for name in new:
+            many = len(part) > 1 and part[1] == "<"
+            for name in [f"{part[0]}{i}" for i in range(int(part[2]))] if many else part[:1]:
                 self.scope.registers[name] = Reg(width, self.kernel.registers[width], self.scope.prefix + name)
                 self.kernel.registers[width] += 1
 

@@ -1,7 +1,7 @@
 """Who runs next, and when asynchronous operations land: the three schedules.
 
 round_robin: every group of warps that can run does so in turn, the earliest place in the program first, so that
-    warps stay together; copies land at once; a WGMMA executes when it is issued.
+    warps stay together; copies land before the next step; a WGMMA executes when it is issued.
 random: a seeded choice among groups, single warps and landings at every step; a WGMMA executes at some point
     before its wait; a try_wait may give up early.
 adversarial: warps have an order of priority (the last warp first with seed 0, else shuffled by the seed) and each
@@ -119,9 +119,7 @@ class Adversarial:
                 random.Random(self.seed).shuffle(order)
             self.order = {warp: place for place, warp in enumerate(order)}
         order = self.order
-        best = min(
-            (order[fragment.warp % per], node) for node in engine.ready for fragment in engine.waiting_at(node)
-        )
+        best = min((order[fragment.warp % per], node) for node in engine.ready for fragment in engine.waiting_at(node))
         chosen = next(warp for warp, place in order.items() if place == best[0])
         self.run = self.run + 1 if chosen == self.last else 0
         self.last = chosen

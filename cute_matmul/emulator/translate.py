@@ -11,6 +11,7 @@ Generated functions come in two variants: for groups in which all lanes are acti
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -92,7 +93,9 @@ def _registers(operand) -> list[Reg]:
 def destinations(ins: Instruction) -> list[Reg]:
     """Registers that the instruction writes."""
     base = ins.parts[0]
-    if base in ("bar", "barrier") and ins.parts[1] == "red" or ins.opcode.startswith(("bar.cta.red", "barrier.cta.red")):
+    if (base in ("bar", "barrier") and ins.parts[1] == "red") or ins.opcode.startswith(
+        ("bar.cta.red", "barrier.cta.red")
+    ):
         return _registers(ins.operands[0])
     if _NO_DESTINATION.match(ins.opcode) or not ins.operands or isinstance(ins.operands[0], Mem):
         return []
@@ -130,11 +133,22 @@ def kind_of(ins: Instruction) -> str:
         return "wgmma"
     if op.startswith("wgmma"):
         return "wgmma sync"
-    if parts[0] in ("mma", "ldmatrix", "stmatrix", "movmatrix", "shfl", "vote", "elect", "redux", "match", "setmaxnreg"):
+    if parts[0] in (
+        "mma",
+        "ldmatrix",
+        "stmatrix",
+        "movmatrix",
+        "shfl",
+        "vote",
+        "elect",
+        "redux",
+        "match",
+        "setmaxnreg",
+    ):
         return parts[0]
-    if op.startswith("cp.async.bulk.tensor") or op.startswith("cp.reduce.async.bulk.tensor"):
+    if op.startswith(("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")):
         return "tma store" if ".global.shared" in op else "tma load"
-    if op.startswith("cp.async.bulk.commit") or op.startswith("cp.async.bulk.wait"):
+    if op.startswith(("cp.async.bulk.commit", "cp.async.bulk.wait")):
         return "bulk group"
     if "async.bulk" in op:
         return "bulk copy"
@@ -145,7 +159,10 @@ def kind_of(ins: Instruction) -> str:
     if parts[0] in ("bar", "barrier"):
         return "cluster barrier" if "cluster" in parts else "barrier"
     if parts[0] in ("ld", "st", "atom", "red"):
-        space = next((s for s in ("shared", "global", "local", "param", "const") if any(p.startswith(s) for p in parts)), "generic")
+        space = next(
+            (s for s in ("shared", "global", "local", "param", "const") if any(p.startswith(s) for p in parts)),
+            "generic",
+        )
         return f"{parts[0]}.{space}"
     if parts[0] in ("bra", "ret", "exit"):
         return "branch"
@@ -250,14 +267,14 @@ class Program:
                 leaders |= {ins.index, ins.index + 1}
         # A segment with a wgmma starts at its first one, so that warp groups gather there.
         ordered = sorted(leaders)
-        for start, end in zip(ordered, ordered[1:], strict=False):
+        for start, end in itertools.pairwise(ordered):
             first = next((i for i in range(start, end) if instructions[i].opcode.startswith("wgmma.mma_async")), None)
             if first is not None:
                 leaders.add(first)
         ordered = sorted(leaders)
         self.nodes: list[Node] = []
         self.node_at: dict[int, int] = {}
-        for start, end in zip(ordered, ordered[1:], strict=False):
+        for start, end in itertools.pairwise(ordered):
             self.node_at[start] = len(self.nodes)
             self.nodes.append(Node(len(self.nodes), start, end))
         exit_node = self.node_at[count] = len(self.nodes)
@@ -533,7 +550,11 @@ class _Writer:
         name = numpy_type(kind)
         if imm.is_float:
             if kind in ("f16", "bf16"):
-                value = np.array(imm.value, np.uint32).view(np.float32) if imm.width == 32 else np.array(imm.value, np.uint64).view(np.float64)
+                value = (
+                    np.array(imm.value, np.uint32).view(np.float32)
+                    if imm.width == 32
+                    else np.array(imm.value, np.uint64).view(np.float64)
+                )
                 encode = formats.f32_to_f16 if kind == "f16" else formats.f32_to_bf16
                 return self.program.constant(int(encode(np.asarray(value, np.float32)[None])[0]), "u2")
             value = imm.value
@@ -641,6 +662,10 @@ class _Writer:
         value = operand.offset & ((1 << operand.base.width) - 1)
         return f"{base} + {self.program.constant(value, kind)}"
 
+    def place(self, operand: Mem, space: str) -> str:
+        """Expression for places (slot and offset) in shared memory."""
+        return f"E.shared_address(G, {space!r}, {self.address(operand)}, {self.mask()})"
+
     def kind(self, at: int = -1) -> str:
         """The type suffix of the current instruction."""
         name = self.ins.parts[at]
@@ -711,14 +736,16 @@ class _Writer:
             return
         self.settled = True
         self.emit("E.settle(G)")
-        self.forget([r for r in self.local if r.width == 32 and r.index in self.program.accumulators and r not in self.dirty])
+        self.forget(
+            [r for r in self.local if r.width == 32 and r.index in self.program.accumulators and r not in self.dirty]
+        )
 
     # Instructions on which warps may block: the function returns what the engine needs to decide
 
     def blocking(self, ins: Instruction) -> str:
         if self.node.kind == "try":
             space = self.space(ins)
-            address = f"E.shared_address(G, {space!r}, {self.address(ins.operands[1])}, {self.mask()})"
+            address = self.place(ins.operands[1], space)
             by_parity = "parity" in ins.parts
             value = self.value(ins.operands[2], "b32" if by_parity else "b64")
             return f"({address}, {value}, {self.mask()})"
@@ -766,7 +793,7 @@ class _Writer:
 
     def op_cvt(self, ins: Instruction) -> None:
         target = ins.operands[0]
-        modifiers = [p for p in ins.parts[1:-2]]
+        modifiers = ins.parts[1:-2]
         to, source = ins.parts[-2], ins.parts[-1]
         integers = re.compile(r"[us](8|16|32|64)$")
         if not modifiers and integers.match(to) and integers.match(source):
@@ -789,11 +816,21 @@ class _Writer:
         to = "to" in ins.parts
         space = next(p for p in ins.parts[1:] if p not in ("to", "u64", "u32"))
         space = space.split("::")[0] if space != "shared::cluster" else "shared"
-        windows = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW, "const": CONST_WINDOW, "global": 0}
+        windows = {
+            "shared": SHARED_WINDOW,
+            "local": LOCAL_WINDOW,
+            "param": PARAM_WINDOW,
+            "const": CONST_WINDOW,
+            "global": 0,
+        }
         if space not in windows:
             self.unknown(f"space .{space}")
         operand = ins.operands[1]
-        value = self.value(operand, "u64") if not isinstance(operand, Reg) or operand.width == 64 else f"{self.get(operand)}.astype(u8)"
+        value = (
+            self.value(operand, "u64")
+            if not isinstance(operand, Reg) or operand.width == 64
+            else f"{self.get(operand)}.astype(u8)"
+        )
         if space != "global":
             if to:
                 value = f"{value} & {self.program.constant(WINDOW_MASK, 'u8')}"
@@ -803,7 +840,16 @@ class _Writer:
 
     def op_isspacep(self, ins: Instruction) -> None:
         value = self.value(ins.operands[1], "u64")
-        windows = {"shared": 1, "shared::cta": 1, "shared::cluster": 1, "local": 2, "param": 3, "param::entry": 3, "const": 4, "global": 0}
+        windows = {
+            "shared": 1,
+            "shared::cta": 1,
+            "shared::cluster": 1,
+            "local": 2,
+            "param": 3,
+            "param::entry": 3,
+            "const": 4,
+            "global": 0,
+        }
         if ins.parts[1] not in windows:
             self.unknown("space")
         self.put(ins.operands[0], f"({value} >> u8(56)) == u8({windows[ins.parts[1]]})", "pred")
@@ -843,7 +889,9 @@ class _Writer:
             self._carry(ins, name, False)
         elif "sat" in ins.parts:
             a, b = (self.value(operand, "s32") for operand in ins.operands[1:3])
-            self.put(ins.operands[0], f"np.clip({a}.astype(i8) {sign} {b}.astype(i8), -2**31, 2**31 - 1).astype(i4)", "s32")
+            self.put(
+                ins.operands[0], f"np.clip({a}.astype(i8) {sign} {b}.astype(i8), -2**31, 2**31 - 1).astype(i4)", "s32"
+            )
         else:
             self.modifiers(set())
             self._binary(ins, f"{{a}} {sign} {{b}}", f"u{_BITS[kind]}")
@@ -1035,7 +1083,9 @@ class _Writer:
         self.put(ins.operands[0], f"ops.bfi({a}, {b}, {start}, {length})", kind)
 
     def op_bfind(self, ins: Instruction) -> None:
-        self.put(ins.operands[0], f"ops.bfind({self.value(ins.operands[1], self.kind())}, {'shiftamt' in ins.parts})", "u32")
+        self.put(
+            ins.operands[0], f"ops.bfind({self.value(ins.operands[1], self.kind())}, {'shiftamt' in ins.parts})", "u32"
+        )
 
     def op_clz(self, ins: Instruction) -> None:
         self.put(ins.operands[0], f"ops.clz({self.value(ins.operands[1], self.kind())})", "u32")
@@ -1096,7 +1146,18 @@ class _Writer:
             if ftz:
                 a, b = f"ops.flush({a})", f"ops.flush({b})"
             return f"ops.compare({name!r}, {a}, {b})"
-        signs = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+        signs = {
+            "eq": "==",
+            "ne": "!=",
+            "lt": "<",
+            "le": "<=",
+            "gt": ">",
+            "ge": ">=",
+            "lo": "<",
+            "ls": "<=",
+            "hi": ">",
+            "hs": ">=",
+        }
         if name not in signs:
             self.unknown(f"comparison .{name}")
         return f"({a} {signs[name]} {b})"
@@ -1169,7 +1230,9 @@ class _Writer:
         options = f"relu={'relu' in flags}, sat={'sat' in flags}"
         if kind.endswith("x2"):
             args = ", ".join(f"ops.halves({self.value(o, kind)})" for o in ins.operands[1 : 1 + count])
-            self.put(ins.operands[0], f"ops.join_halves(ops.half_op({name!r}, {element!r}, ({args},), {options}))", kind)
+            self.put(
+                ins.operands[0], f"ops.join_halves(ops.half_op({name!r}, {element!r}, ({args},), {options}))", kind
+            )
         else:
             args = ", ".join(self.value(o, kind) for o in ins.operands[1 : 1 + count])
             self.put(ins.operands[0], f"ops.half_op({name!r}, {element!r}, ({args},), {options})", kind)
@@ -1226,8 +1289,12 @@ class _Writer:
 
     def _order(self) -> tuple[str, str]:
         parts = self.ins.parts
-        order = next((p for p in ("relaxed", "acquire", "release", "acq_rel", "volatile", "mmio") if p in parts), "weak")
-        scope = next((p for p in ("cta", "cluster", "gpu", "sys") if p in parts), "gpu" if order != "volatile" else "sys")
+        order = next(
+            (p for p in ("relaxed", "acquire", "release", "acq_rel", "volatile", "mmio") if p in parts), "weak"
+        )
+        scope = next(
+            (p for p in ("cta", "cluster", "gpu", "sys") if p in parts), "gpu" if order != "volatile" else "sys"
+        )
         return order, scope
 
     def op_ld(self, ins: Instruction) -> None:
@@ -1239,7 +1306,6 @@ class _Writer:
         items = target.items if isinstance(target, Vec) else (target,)
         if len(items) != count:
             self.unknown("vector width")
-        unsigned = f"b{_BITS[kind]}"
         if space == "param":
             if not isinstance(origin.base, Sym):
                 self.unknown("a parameter address in a register")
@@ -1307,8 +1373,9 @@ class _Writer:
         if order == "weak":
             order = "relaxed"
         result = self.temporary()
+        address = self.address(operands[0])
         self.emit(
-            f"{result} = E.atomic(G, {self.src()}, {self.space(ins)!r}, {self.address(operands[0])}, {name!r}, {kind!r},"
+            f"{result} = E.atomic(G, {self.src()}, {self.space(ins)!r}, {address}, {name!r}, {kind!r},"
             f" ({values},), {self.mask()}, {order!r}, {scope!r})"
         )
         if returns:
@@ -1317,7 +1384,9 @@ class _Writer:
     def _nothing(self, ins: Instruction) -> None:
         """Hints: no effect on results."""
 
-    op_prefetch = op_prefetchu = op_nanosleep = op_griddepcontrol = op_discard = op_applypriority = op_pmevent = _nothing
+    op_prefetch = op_prefetchu = op_nanosleep = op_griddepcontrol = op_discard = op_applypriority = op_pmevent = (
+        _nothing
+    )
     op_brkpt = _nothing
 
     def op_createpolicy(self, ins: Instruction) -> None:
@@ -1338,7 +1407,9 @@ class _Writer:
         if parts[1] == "proxy":
             if parts[2] == "async":
                 space = self.space(ins)
-                kind = "proxy.async" if space == "generic" else f"proxy.async.{'shared' if space == 'cluster' else space}"
+                kind = (
+                    "proxy.async" if space == "generic" else f"proxy.async.{'shared' if space == 'cluster' else space}"
+                )
             elif parts[2] == "tensormap::generic" or parts[2] == "alias":
                 kind = f"proxy.{parts[2]}"
             else:
@@ -1394,7 +1465,10 @@ class _Writer:
             self.put(ins.operands[0], f"({value} & {voters}).any(axis=-1, keepdims=True)", "pred")
         elif mode == "uni":
             name = self.temporary()
-            self.emit(f"{name} = {voters}; {name} = ({value} | ~{name}).all(axis=-1, keepdims=True) | ~({value} & {name}).any(axis=-1, keepdims=True)")
+            self.emit(
+                f"{name} = {voters}; {name} = ({value} | ~{name}).all(axis=-1, keepdims=True)"
+                f" | ~({value} & {name}).any(axis=-1, keepdims=True)"
+            )
             self.put(ins.operands[0], name, "pred")
         else:
             self.unknown(f"mode .{mode}")
@@ -1459,7 +1533,7 @@ class _Writer:
     def op_mbarrier(self, ins: Instruction) -> None:
         action = ins.parts[1]
         space, mask = self.space(ins), self.mask()
-        order, scope = ("relaxed" if "relaxed" in ins.parts else "release"), "cluster" if "cluster" in ins.parts else "cta"
+        order = "relaxed" if "relaxed" in ins.parts else "release"
         operands = list(ins.operands)
         if action == "pending_count":
             self.put(operands[0], f"E.mbar_pending_count({self.value(operands[1], 'b64')})", "u32")
@@ -1467,13 +1541,15 @@ class _Writer:
         target = None
         if not isinstance(operands[0], Mem):
             target = operands.pop(0)
-        address = f"E.shared_address(G, {space!r}, {self.address(operands[0])}, {self.mask()})"
+        address = self.place(operands[0], space)
         if action == "init":
             self.emit(f"E.mbar_init(G, {self.src()}, {address}, {self.value(operands[1], 'u32')}, {mask})")
         elif action == "inval":
             self.emit(f"E.mbar_inval(G, {self.src()}, {address}, {mask})")
         elif action == "expect_tx":
-            self.emit(f"E.mbar_arrive(G, {self.src()}, {address}, None, {self.value(operands[1], 'u32')}, {mask}, {order!r})")
+            self.emit(
+                f"E.mbar_arrive(G, {self.src()}, {address}, None, {self.value(operands[1], 'u32')}, {mask}, {order!r})"
+            )
         elif action == "complete_tx":
             self.emit(f"E.mbar_complete_tx(G, {self.src()}, {address}, {self.value(operands[1], 'u32')}, {mask})")
         elif action in ("arrive", "arrive_drop"):
@@ -1501,11 +1577,10 @@ class _Writer:
         if op.startswith("cp.async.bulk.commit_group"):
             self.emit(f"E.bulk_commit(G, {src}, {mask})")
         elif op.startswith("cp.async.bulk.wait_group"):
-            self._before_wait()
             self.emit(f"E.bulk_wait(G, {src}, {ins.operands[0].value}, {'read' in parts}, {mask})")
-        elif op.startswith("cp.async.bulk.tensor") or op.startswith("cp.reduce.async.bulk.tensor"):
+        elif op.startswith(("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")):
             self._bulk_tensor(ins)
-        elif op.startswith("cp.async.bulk") or op.startswith("cp.reduce.async.bulk"):
+        elif op.startswith(("cp.async.bulk", "cp.reduce.async.bulk")):
             self._bulk(ins)
         elif op.startswith("cp.async.commit_group"):
             self.emit(f"E.cp_async_commit(G, {src}, {mask})")
@@ -1514,7 +1589,7 @@ class _Writer:
         elif op.startswith("cp.async.wait_all"):
             self.emit(f"E.cp_async_commit(G, {src}, {mask}); E.cp_async_wait(G, {src}, 0, {mask})")
         elif op.startswith("cp.async.mbarrier.arrive"):
-            address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[0])}, {self.mask()})"
+            address = self.place(ins.operands[0], self.space(ins))
             self.emit(f"E.cp_async_mbar_arrive(G, {src}, {address}, {'noinc' in parts}, {mask})")
         elif op.startswith(("cp.async.ca", "cp.async.cg")):
             target, origin, size = ins.operands[:3]
@@ -1527,14 +1602,11 @@ class _Writer:
                 else:
                     nbytes = self.value(extra, "u32")
             self.emit(
-                f"E.cp_async(G, {src}, E.shared_address(G, 'shared', {self.address(target)}, {self.mask()}),"
+                f"E.cp_async(G, {src}, {self.place(target, 'shared')},"
                 f" {self.address(origin)}, {size.value}, {nbytes}, {ignored}, {mask})"
             )
         else:
             self.unknown("form")
-
-    def _before_wait(self) -> None:
-        """Registers are not involved in bulk waits; kept apart so that the order of effects is explicit."""
 
     def _coordinates(self, vector: Vec) -> str:
         return "(" + "".join(f"{self.value(item, 's32')}, " for item in vector.items) + ")"
@@ -1550,7 +1622,7 @@ class _Writer:
             self.emit(
                 f"E.tensor_store(G, {self.src()}, {self.address(Mem(tensor.base, tensor.offset))},"
                 f" {self._coordinates(tensor.extra[0])},"
-                f" E.shared_address(G, 'shared', {self.address(origin)}, {self.mask()}), {reduction!r}, {self.mask()})"
+                f" {self.place(origin, 'shared')}, {reduction!r}, {self.mask()})"
             )
             return
         target, tensor, barrier = operands[:3]
@@ -1560,16 +1632,14 @@ class _Writer:
             multicast = self.value(rest.pop(0), "u16")
         space = "cluster" if "shared::cluster" in parts else "shared"
         self.emit(
-            f"E.tensor_load(G, {self.src()}, E.shared_address(G, {space!r}, {self.address(target)}, {self.mask()}),"
+            f"E.tensor_load(G, {self.src()}, {self.place(target, space)},"
             f" {self.address(Mem(tensor.base, tensor.offset))}, {self._coordinates(tensor.extra[0])},"
-            f" E.shared_address(G, {space!r}, {self.address(barrier)}, {self.mask()}), {multicast}, {self.mask()})"
+            f" {self.place(barrier, space)}, {multicast}, {self.mask()})"
         )
 
     def _bulk(self, ins: Instruction) -> None:
         parts = ins.parts
         reduction, kind = None, None
-        if parts[1] == "reduce":
-            self.unknown("form")
         if ins.opcode.startswith("cp.reduce"):
             reduction = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), None)
             kind = parts[-1]
@@ -1579,24 +1649,27 @@ class _Writer:
         if spaces == ["global", "shared::cta"]:
             if "cp_mask" in parts:
                 self.unknown("modifier .cp_mask")
+            place = self.place(origin, "shared")
             self.emit(
-                f"E.bulk_store(G, {self.src()}, {self.address(target)}, E.shared_address(G, 'shared', {self.address(origin)}, {self.mask()}),"
-                f" {nbytes}, {reduction!r}, {kind!r}, {self.mask()})"
+                f"E.bulk_store(G, {self.src()}, {self.address(target)}, {place}, {nbytes},"
+                f" {reduction!r}, {kind!r}, {self.mask()})"
             )
             return
-        barrier = f"E.shared_address(G, 'cluster', {self.address(ins.operands[3])}, {self.mask()})"
-        where = f"E.shared_address(G, 'cluster', {self.address(target)}, {self.mask()})"
+        barrier = self.place(ins.operands[3], "cluster")
+        where = self.place(target, "cluster")
         multicast = "None"
         if "multicast::cluster" in parts:
             multicast = self.value(ins.operands[4], "u16")
         if len(spaces) == 2 and spaces[1] == "global":
             self.emit(
-                f"E.bulk_load(G, {self.src()}, {where}, {self.address(origin)}, {nbytes}, {barrier}, {multicast}, {self.mask()})"
+                f"E.bulk_load(G, {self.src()}, {where}, {self.address(origin)}, {nbytes}, {barrier},"
+                f" {multicast}, {self.mask()})"
             )
         elif spaces == ["shared::cluster", "shared::cta"]:
+            place = self.place(origin, "shared")
             self.emit(
-                f"E.bulk_peer(G, {self.src()}, {where}, E.shared_address(G, 'shared', {self.address(origin)}, {self.mask()}), {nbytes},"
-                f" {barrier}, {reduction!r}, {kind!r}, {self.mask()})"
+                f"E.bulk_peer(G, {self.src()}, {where}, {place}, {nbytes}, {barrier},"
+                f" {reduction!r}, {kind!r}, {self.mask()})"
             )
         else:
             self.unknown("spaces")
@@ -1672,7 +1745,10 @@ class _Writer:
         name = self.program.object(re.sub(r"\W", "_", first.opcode), op)
         stacks = []
         for position in (1, 2, 3):
-            rows = ["(" + "".join(f"{self.value(r, 'b32')}, " for r in self._items(ins.operands[position])) + ")" for ins in run]
+            rows = [
+                "(" + "".join(f"{self.value(r, 'b32')}, " for r in self._items(ins.operands[position])) + ")"
+                for ins in run
+            ]
             stacks.append("(" + "".join(f"{row}, " for row in rows) + ")")
         result = self.temporary()
         self.emit(f"{result} = E.mma(G, {first.index}, {name}, {', '.join(stacks)})")
@@ -1696,7 +1772,9 @@ class _Writer:
         if ins.guard is not None:
             self.unknown("a guard on mma")
         name = self.program.object(re.sub(r"\W", "_", ins.opcode), self._mma_op(ins))
-        stacks = ["((" + "".join(f"{self.value(r, 'b32')}, " for r in self._items(o)) + "),)" for o in ins.operands[1:4]]
+        stacks = [
+            "((" + "".join(f"{self.value(r, 'b32')}, " for r in self._items(o)) + "),)" for o in ins.operands[1:4]
+        ]
         result = self.temporary()
         self.emit(f"{result} = E.mma(G, {ins.index}, {name}, {', '.join(stacks)})")
         for j, item in enumerate(self._items(ins.operands[0])):
@@ -1709,7 +1787,7 @@ class _Writer:
             self.unknown(str(error))
         name = self.program.object(re.sub(r"\W", "_", ins.opcode), op)
         result = self.temporary()
-        address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[1])}, {self.mask()})"
+        address = self.place(ins.operands[1], self.space(ins))
         self.emit(f"{result} = E.ldmatrix(G, {self.src()}, {name}, {address}, {self.mask()})")
         for i, item in enumerate(self._items(ins.operands[0])):
             self.put(item, f"{result}[{i}]", "b32")
@@ -1721,7 +1799,7 @@ class _Writer:
             self.unknown(str(error))
         name = self.program.object(re.sub(r"\W", "_", ins.opcode), op)
         values = "".join(f"{self.value(item, 'b32')}, " for item in self._items(ins.operands[1]))
-        address = f"E.shared_address(G, {self.space(ins)!r}, {self.address(ins.operands[0])}, {self.mask()})"
+        address = self.place(ins.operands[0], self.space(ins))
         self.emit(f"E.stmatrix(G, {self.src()}, {name}, {address}, ({values}), {self.mask()})")
 
     def op_movmatrix(self, ins: Instruction) -> None:

@@ -158,7 +158,9 @@ class Units:
     def _copy_error(self, G, src: int, row: int, error: Exception) -> None:
         if isinstance(error, tensormap.TensorMapError):
             kinds = {"alignment": "misaligned-access"}
-            self.report(kinds.get(error.rule, f"tensor-map-{error.rule}"), src, G.agents[row], "shared", None, None, str(error))
+            self.report(
+                kinds.get(error.rule, f"tensor-map-{error.rule}"), src, G.agents[row], "shared", None, None, str(error)
+            )
         else:
             self.report(
                 "global-out-of-bounds", src, G.agents[row], "global", error.address, error.address + error.nbytes - 1,
@@ -309,7 +311,9 @@ class Units:
             if hit.any():
                 offset = start + int(hit.argmax())
                 text = f"written outside the tensor: {self.global_owner[number].describe(offset)}"
-                self.report("global-out-of-bounds", src, G.agents[row], "global", offset, start + plan.row_bytes - 1, text)
+                self.report(
+                    "global-out-of-bounds", src, G.agents[row], "global", offset, start + plan.row_bytes - 1, text
+                )
                 return
 
     # Bulk copies without a tensor map
@@ -463,10 +467,8 @@ class Units:
             for place in copy.barriers:
                 barrier = self.mbarriers.get(place)
                 if barrier is None:
-                    self.report(
-                        "mbarrier-not-initialised", copy.src, copy.agent, "shared", place & OFFSET_MASK, (place & OFFSET_MASK) + 7,
-                        "a copy completes where no mbarrier is",
-                    )  # fmt: skip
+                    offset, text = place & OFFSET_MASK, "a copy completes where no mbarrier is"
+                    self.report("mbarrier-not-initialised", copy.src, copy.agent, "shared", offset, offset + 7, text)
                     raise Stop
                 barrier.tx -= copy.nbytes
                 barriers.append(barrier)
@@ -481,7 +483,9 @@ class Units:
         lanes, mask, low, high = found
         on = np.ones(lanes.shape, bool) if mask is None else mask
         places = np.broadcast_to(place, lanes.shape)
-        read = np.broadcast_to(np.full((1, 1), size, np.int64) if nbytes is None else nbytes.astype(np.int64), lanes.shape)
+        read = np.broadcast_to(
+            np.full((1, 1), size, np.int64) if nbytes is None else nbytes.astype(np.int64), lanes.shape
+        )
         if ignored is not None:
             read = np.where(ignored, 0, read)
         offsets = places & OFFSET_MASK
@@ -597,9 +601,9 @@ class Units:
                 self.hazards.wgmma(agents, src, cells, acc_ids, a_ids)
             if self.tracer is not None:
                 self.tracer.wgmma(agents, src, cells, acc_ids, a_ids, op=spec)
+        which, slots = self.wg[warps[:, 0]], G.slots.reshape(groups, 4)[:, 0]
         op = WarpGroupMma(
-            src, spec, self.wg[warps[:, 0]], warps, G.slots.reshape(groups, 4)[:, 0], a, b, keep, accumulators, fragments,
-            np.ones(groups, bool),
+            src, spec, which, warps, slots, a, b, keep, accumulators, fragments, np.ones(groups, bool)
         )  # fmt: skip
         for group in op.groups.tolist():
             queue = self.mma_queue.get(group)
@@ -635,9 +639,16 @@ class Units:
         return cells
 
     def _matrix_error(self, G, src: int, error: matrix.MatrixError) -> None:
-        kinds = {"bounds": "shared-out-of-bounds", "alignment": "misaligned-access", "descriptor": "wgmma-descriptor", "uniform": "wgmma-descriptor"}
+        kinds = {
+            "bounds": "shared-out-of-bounds",
+            "alignment": "misaligned-access",
+            "descriptor": "wgmma-descriptor",
+            "uniform": "wgmma-descriptor",
+        }
         if error.rule not in kinds:
-            raise EmulatorError(f"kernel {self.program.kernel.name}: {self.program.instructions[src].text}: {error}") from error
+            raise EmulatorError(
+                f"kernel {self.program.kernel.name}: {self.program.instructions[src].text}: {error}"
+            ) from error
         self.stop_at(G, src, kinds[error.rule], str(error))
 
     def run_mma(self, op: WarpGroupMma, rows: np.ndarray) -> None:
@@ -649,9 +660,17 @@ class Units:
         whole = bool(rows.all())
         warps = (op.warps if whole else op.warps[rows]).reshape(-1)
         index = self.warp_index(warps)
-        d = self.A32[op.accumulators[:, None], index] if not isinstance(index, slice) else self.A32[op.accumulators, index]
+        d = (
+            self.A32[op.accumulators[:, None], index]
+            if not isinstance(index, slice)
+            else self.A32[op.accumulators, index]
+        )
         if op.fragments is not None:
-            a = self.A32[op.fragments[:, None], index] if not isinstance(index, slice) else self.A32[op.fragments, index]
+            a = (
+                self.A32[op.fragments[:, None], index]
+                if not isinstance(index, slice)
+                else self.A32[op.fragments, index]
+            )
         else:
             a = op.a if whole else op.a[rows]
         keep = op.scale if whole or isinstance(op.scale, bool) else op.scale[rows]
@@ -677,7 +696,9 @@ class Units:
     def _matrix_error_at(self, src: int, warp: int, error: matrix.MatrixError) -> None:
         kinds = {"bounds": "shared-out-of-bounds", "alignment": "misaligned-access", "descriptor": "wgmma-descriptor"}
         if error.rule not in kinds:
-            raise EmulatorError(f"kernel {self.program.kernel.name}: {self.program.instructions[src].text}: {error}") from error
+            raise EmulatorError(
+                f"kernel {self.program.kernel.name}: {self.program.instructions[src].text}: {error}"
+            ) from error
         self.report(kinds[error.rule], src, self.agent_of(int(warp)), "shared", None, None, str(error))
         raise Stop
 
@@ -768,7 +789,12 @@ class Units:
 
     def _check_matrix_bounds(self, G, src, rows) -> None:
         if int(rows.min()) < translate.SHARED_START or int(rows.max()) + 16 > self.smem_limit:
-            self.stop_at(G, src, "shared-out-of-bounds", f"matrix rows from {int(rows.min())} to {int(rows.max()) + 15} of {self.smem_limit}")
+            self.stop_at(
+                G,
+                src,
+                "shared-out-of-bounds",
+                f"matrix rows from {int(rows.min())} to {int(rows.max()) + 15} of {self.smem_limit}",
+            )
 
     def stmatrix(self, G, src, op, place, values, mask) -> None:
         if mask is not None:
