@@ -406,7 +406,7 @@ def _tune_all(options: argparse.Namespace) -> int:
         for name, space in spaces.items()
         for config in space
     ]
-    with tqdm(total=len(jobs), desc="compiling", unit="kernel", leave=False) as bar:
+    with tqdm(total=len(jobs), desc="compiling", unit="kernel", leave=False, disable=None) as bar:
         errors = compile_jobs(jobs, options.workers, done=lambda job: bar.update())
     for job, error in errors.items():
         if error:
@@ -419,7 +419,7 @@ def _tune_all(options: argparse.Namespace) -> int:
             if not usable:
                 continue
             target = Target(gpu, name, mnk, dtype, options.a_major, options.b_major)
-            with tqdm(desc=f"{name} {'x'.join(map(str, mnk))}", unit="", leave=False) as bar:
+            with tqdm(desc=f"{name} {'x'.join(map(str, mnk))}", unit="", leave=False, disable=None) as bar:
 
                 def step(text: str, bar: Any = bar) -> None:
                     bar.set_postfix_str(text)
