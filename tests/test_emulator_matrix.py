@@ -6,12 +6,15 @@ through torch, addresses come from the canonical layouts of the ISA as written, 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from cute_matmul.emulator import arithmetic
 from cute_matmul.emulator.matrix import (
+    ELEMENTS,
     Descriptor,
     LdMatrix,
     MatrixError,
@@ -176,9 +179,11 @@ def b_fragment(bits: np.ndarray) -> np.ndarray:
     return out
 
 
-def check_close(got, a, b, c, scale=1.0):
+def check_close(got, a, b, c, scale=1.0, kind="f16"):
     exact = scale * (a @ b.T) + c
-    bound = 2.0**-22 * a.shape[1] * (np.abs(a) @ np.abs(b).T + np.abs(c))
+    # fp8 sums keep 13 fractional bits of the largest term, everything else 24 bits or more.
+    terms, unit = (a.shape[1] + 2, 2.0**-13) if kind in arithmetic.FP8 else (a.shape[1], 2.0**-22)
+    bound = terms * unit * (np.abs(a) @ np.abs(b).T + np.abs(c))
     assert np.all(np.abs(got.astype(np.float64) - exact) <= bound)
 
 
@@ -218,7 +223,7 @@ def test_wgmma_reads_canonical_layouts(kind, a_mn, b_mn, swizzle):
         f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}", tail_for(kind, trans=(int(a_mn), int(b_mn)))
     )
     registers = op.execute(accumulators(c), np.array([a_desc], np.uint64), np.array([b_desc], np.uint64), smem, [0])
-    check_close(unpack_accumulators(registers, n, np.float32), a, b, c)
+    check_close(unpack_accumulators(registers, n, np.float32), a, b, c, kind=kind)
 
     read = {byte for start, size in op.reads(a_desc, b_desc) for byte in range(start, start + size)}
     assert read == a_bytes | b_bytes
@@ -252,7 +257,7 @@ def test_wgmma_takes_a_from_registers(kind):
     opcode = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}"
     op = Wgmma.parse(opcode, tail_for(kind, a_in_registers=True), a_in_registers=True)
     got = op.execute(accumulators(c), a_fragment(a_bits), np.array([b_desc], np.uint64), smem, [0])
-    check_close(unpack_accumulators(got, n, np.float32), a, b, c)
+    check_close(unpack_accumulators(got, n, np.float32), a, b, c, kind=kind)
     read = {byte for start, size in op.reads(None, b_desc) for byte in range(start, start + size)}
     assert read == b_bytes
 
@@ -367,7 +372,7 @@ def test_f16_accumulator_overflows_to_infinity():
 
 
 def truncated_sum(a, b, c, fraction, lowest):
-    """The published adder, one element, in exact integers."""
+    """Hopper's adder, one element, in exact integers."""
     from fractions import Fraction
 
     def exponent(x, low):
@@ -392,7 +397,7 @@ def truncated_sum(a, b, c, fraction, lowest):
     total = sum(int(value / quantum) for value, _ in terms) * quantum  # int() truncates toward zero
     if total == 0:
         return 0.0
-    ulp = Fraction(2) ** (exponent(total, -126) - 23)
+    ulp = Fraction(2) ** (exponent(total, -126) - (13 if fraction == 13 else 23))
     return float(int(total / ulp) * ulp)
 
 
@@ -599,3 +604,67 @@ def test_addresses_outside_the_window_and_misaligned_rows_are_errors():
     with pytest.raises(MatrixError) as caught:
         load.execute(address, smem, [0])
     assert caught.value.rule == "bounds"
+
+
+# --- What an H200 did (tests/gpu_probes/tensor_cores.py) ------------------------------------------------------
+
+DATA = Path(__file__).parent / "data"
+SUMS = np.load(DATA / "tensor_cores_arithmetic.npz")
+INSTRUCTIONS = sorted({name.rsplit(".", 1)[0] for name in SUMS.files})
+
+
+def recorded(name: str):
+    """(operand bits a, b, c and d of a recorded instruction, its multiplicand type, its result type)."""
+    *_, d_type, kind = name.split(".")
+    return (*(SUMS[f"{name}.{letter}"] for letter in "abcd"), kind, d_type)
+
+
+def replay(name: str, model: arithmetic.Arithmetic) -> np.ndarray:
+    """The recorded products again, by the model (wgmma) or by the instruction (mma.sync)."""
+    a, b, c, d, kind, d_type = recorded(name)
+    if name.startswith("wgmma"):
+        decode = ELEMENTS[kind].decode
+        return model(decode(a), decode(b), c.astype(np.float32), kind, d_type)
+    k = int(name.split(".")[1][1:])
+    op = Mma.parse(f"mma.sync.aligned.m16n8k{k}.row.col.{d_type}.{kind}.{kind}.{d_type}")
+    fragments = ([a_fragment(x) for x in a], [b_fragment(x) for x in b], [accumulators(x) for x in c])
+    got = op.execute(*(np.concatenate(parts, axis=1) for parts in fragments), arithmetic=model)
+    return np.stack([unpack_accumulators(got[:, i : i + 1], 8, d.dtype.type) for i in range(len(d))])
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_truncating_equals_the_gpu_in_every_bit(name):
+    d = recorded(name)[3]
+    got = replay(name, arithmetic.TRUNCATING)
+    bits = {2: np.uint16, 4: np.uint32}[d.itemsize]
+    assert np.array_equal(got.view(bits), d.view(bits))
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_fast_is_within_four_units_of_the_gpu(name):
+    a, b, c, d, kind, d_type = recorded(name)
+    if d_type == "f16":
+        same = (replay(name, arithmetic.FAST) == d) | np.isnan(d)
+        # One rounding per instruction, of a sum that the GPU truncated before: rarely and only ever one step apart,
+        # except where a sum cancels.
+        assert same[0].mean() > 0.8 if kind in arithmetic.FP8 else same[0].mean() > 0.99
+        return
+    decode = ELEMENTS[kind].decode
+    x, y = decode(a).astype(np.float64), decode(b).astype(np.float64)
+    magnitude = np.abs(x) @ np.abs(y).transpose(0, 2, 1) + np.abs(c)
+    difference = np.abs(replay(name, arithmetic.FAST).astype(np.float64) - d)
+    assert np.all(difference <= 4 * 2.0**-23 * magnitude)
+
+
+def test_descriptors_name_the_elements_that_the_gpu_read():
+    recorded = np.load(DATA / "tensor_cores_descriptors.npz")
+    assert len(recorded["cases"]) == 672
+    smem = np.arange(8192 // 2, dtype=np.uint16).view(np.uint8)[None]
+    for case, elements in zip(recorded["cases"].tolist(), recorded["elements"], strict=True):
+        start, leading, stride, base_offset, swizzle_field, mn_major = case
+        bits = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | base_offset << 49 | swizzle_field << 62
+        op = Wgmma.parse("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16", (1, 1, 0, mn_major))
+        # As f16, element i of the window is whatever its bits mean: compare what was read by those.
+        values = np.arange(8192 // 2, dtype=np.uint16).view(np.float16).astype(np.float32)
+        read = op.load("b", np.array([bits], np.uint64), smem, np.array([0]))[0]
+        assert np.array_equal(read, values[elements.reshape(16, 16)]), case

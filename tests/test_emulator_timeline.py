@@ -7,6 +7,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from cute_matmul.emulator.timeline import (
     union,
 )
 
+MEASURED = Path(__file__).parent / "data" / "tensor_cores_latency.json"
 OP = Wgmma.parse("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", (1, 1, 0, 0))
 WARPS = np.arange(4)
 STAGE_BYTES = 32768
@@ -38,12 +40,14 @@ ROUND = LatencyModel(
     tensor_drain=10.0,
     port_bytes_per_cycle=STAGE_BYTES / 200,  # 200 cycles a stage
     l2_latency=400.0,
-    tma_overhead=100.0,
-    store_latency=300.0,
+    copy_latency=500.0,
+    store_latency=400.0,
     mbarrier_wait=0.0,
     mbarrier_arrive=0.0,
     barrier=0.0,
-    remote=50.0,
+    barrier_per_warp=0.0,
+    remote_arrive=50.0,
+    cluster_barrier=50.0,
 )
 
 
@@ -182,18 +186,18 @@ def test_stores_waits_and_plain_memory():
     tracer.bulk_store([0], 0, [0], [0], STAGE_BYTES)
     tracer.bulk_commit([0], [0])
     tracer.bulk_wait([0], [0], 0, read=True)
-    assert tracer.clock[0] == 300, "200 on the port, 100 until the source is read"
+    assert tracer.clock[0] == 200, "until the port has taken the source"
     tracer.bulk_store([0], 0, [0], [0], STAGE_BYTES)
     tracer.bulk_commit([0], [0])
     tracer.bulk_wait([0], [0], 0)
-    assert tracer.clock[0] == 300 + 200 + 100 + 300
+    assert tracer.clock[0] == 200 + 200 + 400
     tracer.memory(np.array([0]), "global", STAGE_BYTES)
     tracer.issue(np.array([0]), 1)
-    assert tracer.clock[0] == 900 + 200 + 400 + 1, "a plain load holds the warp's next segment"
+    assert tracer.clock[0] == 800 + 200 + 400 + 1, "a plain load holds the warp's next segment"
     tracer.cp_async([0], 0, np.zeros((1, 32)), 16)
     tracer.cp_async_commit([0])
     tracer.cp_async_wait([0], 0)
-    assert tracer.clock[0] == pytest.approx(1501 + 512 / ROUND.port_bytes_per_cycle + 400)
+    assert tracer.clock[0] == pytest.approx(1401 + 512 / ROUND.port_bytes_per_cycle + 400)
 
 
 def test_barriers_are_named_by_who_waits_for_them():
@@ -268,6 +272,29 @@ def test_hopper_constants_give_known_rates():
     mma = Mma.parse("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
     four_cores = 4 * mma.flops / HOPPER.mma_sync(mma.n, mma.k_bytes)
     assert four_cores == pytest.approx(HOPPER.mma_sync_share * per_cycle)
+
+
+def test_hopper_constants_follow_the_measurements():
+    measured = {name: entry["median"] for name, entry in json.loads(MEASURED.read_text()).items()}
+    clock = measured["clock"]  # cycles between two readings with nothing between
+    for n in (8, 16, 32, 64, 96, 128, 192, 256):
+        one, many = measured[f"wgmma_n{n}_x1"], measured[f"wgmma_n{n}_x32"]
+        assert (many - one) / 31 == pytest.approx(HOPPER.wgmma(n), abs=0.5)
+        if n >= 64:
+            assert one - clock == HOPPER.wgmma(n) + HOPPER.tensor_drain
+    assert measured["ld_global_l2_x16"] / 16 == pytest.approx(HOPPER.l2_latency, rel=0.02)
+    assert measured["ld_shared_x16"] / 16 == pytest.approx(HOPPER.shared_latency, rel=0.05)
+    wait = measured["mbarrier_wait_when_complete"] - clock
+    assert wait == HOPPER.mbarrier_wait
+    assert measured["mbarrier_arrive_and_wait"] - clock == HOPPER.mbarrier_arrive + wait
+    assert measured["bulk_copy_128"] - clock - wait == pytest.approx(HOPPER.copy_latency, rel=0.02)
+    for warps in (4, 8, 12):
+        assert measured[f"bar_sync_{32 * warps}_x16"] / 16 == pytest.approx(HOPPER.bar_sync(warps), rel=0.05)
+    one_way = measured["remote_arrive_round_trip_x8"] / 16
+    assert one_way - wait == pytest.approx(HOPPER.remote_arrive, rel=0.02)
+    assert measured["cluster_barrier_x16"] / 16 == pytest.approx(HOPPER.cluster_barrier, rel=0.02)
+    alone = 7 * 32768 / (measured["bulk_copy_8x32768"] - measured["bulk_copy_32768"])
+    assert alone > 2 * HOPPER.port_bytes_per_cycle, "one SM alone loads faster than its share when all load"
 
 
 def test_union_joins_touching_intervals():

@@ -12,8 +12,7 @@ Layouts are those of the PTX ISA, "Asynchronous Warpgroup Level Matrix Instructi
 Instructions"; a fragment's place in its matrix is always `lane = 4 * g + q` (the ISA's groupID and
 threadID_in_group).
 
-How products are summed is an argument, an `Arithmetic`: `FAST` by default, `TRUNCATING` for what is publicly
-known of Hopper's adder. See there.
+How products are summed is an argument, an `Arithmetic`: `FAST` by default, `TRUNCATING` for Hopper's own sums.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cute_matmul.emulator import formats
-from cute_matmul.emulator.arithmetic import FAST, Arithmetic
+from cute_matmul.emulator.arithmetic import FAST, FP8, Arithmetic
 
 GRANULE = 16  # bytes: what a matrix descriptor, a swizzle and a ldmatrix row count in
 WINDOW = 1 << 18  # bytes that a matrix descriptor can address: 14 bits of 16-byte units
@@ -71,7 +70,6 @@ ELEMENTS = {
         ElementType("u8", np.uint8, lambda bits: bits.astype(np.float32)),
     )
 }
-FP8 = ("e4m3", "e5m2")
 INTEGERS = ("s8", "u8")
 
 
@@ -203,7 +201,9 @@ def _granules(bits: int, rows: int, per_granule: int, k_granules: int, mn_major:
     W granules the first W (K-major: 2) granules follow one another; the leading offset joins swizzle atoms along
     the contiguous dimension, the stride offset groups of eight along the other. Without a swizzle K-major's two
     granules are `leading` apart, and MN-major uses `stride` along M or N and `leading` along K.
-    The swizzle XORs address bits 4-6 with bits 7-9 (as many as it has), so it depends on the start address.
+    The swizzle XORs address bits 4-6 with bits 7-9 (as many as it has), so it depends on the start address; a base
+    offset moves the pattern's origin by that many 128-byte lines. Confirmed on an H200 for 672 descriptors (see
+    `tests/gpu_probes/tensor_cores.py`).
     """
     desc = Descriptor.decode(bits)
     width = max(desc.swizzle, GRANULE) // GRANULE

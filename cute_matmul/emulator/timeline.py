@@ -116,7 +116,7 @@ class Tracer:
         self._barriers: dict[tuple[int, int], float] = defaultdict(float)  # latest contribution to the open phase
         self._phases: dict[tuple[int, int, int], float] = {}
         self._phase_count: dict[tuple[int, int], int] = defaultdict(int)
-        self._named: dict[tuple[int, int], float] = defaultdict(float)
+        self._named: dict[tuple[int, int], tuple[float, int]] = {}  # (cta, barrier) -> latest arrival, warps
         self._cluster: dict[int, float] = defaultdict(float)
         self._cluster_done: dict[int, float] = {}
         self._wgmma: dict[tuple[int, int], _Group] = defaultdict(_Group)
@@ -281,7 +281,7 @@ class Tracer:
             issued = float(self.clock[agent])
             start = max(issued, float(self._port[to]))
             self._port[to] = start + self.model.port(size)
-            landed = float(self._port[to]) + self.model.tma_latency
+            landed = float(self._port[to]) + self.model.copy_latency
             key = (bar_at, barrier)
             self._barriers[key] = max(self._barriers[key], landed)
             self._load_barriers[bar_at].add(barrier)
@@ -307,7 +307,7 @@ class Tracer:
             issued = float(self.clock[agent])
             start = max(issued, float(self._port[cta]))
             self._port[cta] = start + self.model.port(size)
-            read = float(self._port[cta]) + self.model.tma_overhead
+            read = float(self._port[cta])
             complete = read + self.model.store_latency
             self._bulk[agent, thread].open.append((read, complete))
             self._add(
@@ -376,7 +376,7 @@ class Tracer:
         rows = np.broadcast_arrays(np.asarray(agents), np.asarray(cta), np.asarray(bar))
         for agent, at, barrier in zip(*(row.ravel().tolist() for row in rows), strict=True):
             own = agent // self.warps_per_cta == at
-            arrived = float(self.clock[agent]) + (self.model.mbarrier_arrive if own else self.model.remote)
+            arrived = float(self.clock[agent]) + (self.model.mbarrier_arrive if own else self.model.remote_arrive)
             self._barriers[at, barrier] = max(self._barriers[at, barrier], arrived)
 
     def mbar_complete(self, cta, bar, phase) -> None:
@@ -403,17 +403,19 @@ class Tracer:
         agents = np.asarray(agents)
         for agent, number in zip(agents.tolist(), np.broadcast_to(barrier_id, agents.shape).tolist(), strict=True):
             key = (agent // self.warps_per_cta, number)
-            self._named[key] = max(self._named[key], float(self.clock[agent]))
+            latest, warps = self._named.get(key, (0.0, 0))
+            self._named[key] = (max(latest, float(self.clock[agent])), warps + 1)
 
     def bar_complete(self, agents, barrier_id) -> None:
         agents = np.asarray(agents)
-        times: dict[tuple[int, int], float] = {}
+        times: dict[tuple[int, int], tuple[float, int]] = {}
         for agent, number in zip(agents.tolist(), np.broadcast_to(barrier_id, agents.shape).tolist(), strict=True):
             key = (agent // self.warps_per_cta, number)
             if key not in times:
-                times[key] = self._named.pop(key, 0.0)
-            self._advance(agent, times[key], SYNC, f"bar {number}", None)
-            self.clock[agent] += self.model.barrier
+                times[key] = self._named.pop(key, (0.0, 0))
+            latest, warps = times[key]
+            self._advance(agent, latest, SYNC, f"bar {number}", None)
+            self.clock[agent] += self.model.bar_sync(warps)
 
     def bar_sync(self, agents, barrier_id=0) -> None:
         for row, number in zip(
@@ -429,7 +431,7 @@ class Tracer:
 
     def cluster_complete(self, clusters) -> None:
         for cluster in np.asarray(clusters).ravel().tolist():
-            self._cluster_done[cluster] = self._cluster.pop(cluster, 0.0) + self.model.remote
+            self._cluster_done[cluster] = self._cluster.pop(cluster, 0.0) + self.model.cluster_barrier
 
     def cluster_wait(self, agents, src, acquire: bool = True) -> None:
         for agent in np.asarray(agents).tolist():

@@ -11,7 +11,8 @@ Needs libcuda, a GPU of compute capability 9.0, and NumPy. The kernels are PTX t
   starts and base offsets, in `tensor_cores_descriptors.npz`.
 - latency: cycles of the operations that `cute_matmul.emulator.latency` has constants for.
 
-Each part runs in a process of its own, so that a fault in one leaves the others' results.
+Each part runs in a process of its own, so that a fault in one leaves the others' results; naming a part after the
+folder runs only that one and prints its JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -463,7 +465,8 @@ def timed(body: str, setup: str = "", declarations: str = "", cluster: int = 0) 
     directive = f".explicitcluster .reqnctapercluster {cluster}, 1, 1" if cluster else ""
     return f"""
 .extern .shared .align 1024 .b8 window[];
-.visible .entry probe(.param .u64 s, .param .u64 out) {directive} {{
+.visible .entry probe(.param .u64 s, .param .u64 out, .param .align 64 .b8 tm[128]) {directive} {{
+    .reg .u64 %tm;
     .reg .u32 %t0, %t1, %bar, %phase, %peer, %count;
     .reg .pred %p, %first, %loop;
     .reg .u64 %g, %result;
@@ -472,6 +475,8 @@ def timed(body: str, setup: str = "", declarations: str = "", cluster: int = 0) 
 {declarations}{PROLOGUE}
     setp.eq.u32 %first, %thread, 0;
     ld.param.u64 %g, [s];
+    mov.b64 %tm, tm;
+    cvta.param.u64 %tm, %tm;
     add.u32 %bar, %base, {SMEM - 64};
     mov.u32 %count, 1;
     @%first mbarrier.init.shared.b64 [%bar], %count;
@@ -547,6 +552,17 @@ WAIT:
     body = body.replace("WAIT", "WAIT2") + wait_for_phase(1, "DONE")
     kernels["bulk_copy_8x32768"] = (timed(body, warm), 32, 1)
     kernels["bulk_copy_8x32768_all_sms"] = (timed(body, warm), 32, 132)
+    for rows in (8, 64, 128, 256):
+        copy = f"""
+    @!%first bra WAIT;
+    mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {128 * rows};
+    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%base], [%tm, {{0, 0}}], [%bar];
+WAIT:
+"""
+        warm = copy + wait_for_phase(0, "WARM")
+        body = copy.replace("WAIT", "WAIT2") + wait_for_phase(1, "DONE")
+        kernels[f"tensor_copy_{128 * rows}"] = (timed(body, warm), 32, 1)
+        kernels[f"tensor_copy_{128 * rows}_all_sms"] = (timed(body, warm), 32, 132)
     arrive = "    @%first mbarrier.arrive.shared.b64 %state, [%bar];\n"
     kernels["mbarrier_arrive_and_wait"] = (timed(arrive + wait_for_phase(0, "DONE")), 32, 1)
     ready = arrive + "    bar.sync 0;\n"
@@ -572,7 +588,11 @@ WAIT:
         for i in range(16, 48, 4)
     )
     use = "".join(f"    setp.eq.b32 %p, %d{i}, 1;\n    @%p trap;\n" for i in range(16, 48, 4))
-    kernels["mma_sync_independent_x32"] = (timed(independent + use, zero), 128, 1)
+    # Different sums, or ptxas makes one of them.
+    different = zero + "".join(
+        f"    cvt.rn.f32.u32 %d{i}, %thread;\n    add.f32 %d{i}, %d{i}, 0f3F8{i:05X};\n" for i in range(16, 48)
+    )
+    kernels["mma_sync_independent_x32"] = (timed(independent + use, different), 128, 1)
     fma = "    fma.rn.f32 %d0, %d0, %d1, %d2;\n" * 64
     kernels["fma_dependent_x64"] = (timed(fma + "    setp.eq.b32 %p, %d0, 1;\n    @%p trap;\n", zero), 32, 1)
     # Ping-pong between two CTAs: each waits for the other's arrive; 8 round trips.
@@ -595,15 +615,32 @@ WAIT:
     return kernels
 
 
+def tensor_map(gpu: Gpu, address: int, rows: int) -> ctypes.Array:
+    """Descriptor of a box of 64 f16 by `rows` in a (512, 1024) matrix at `address`, swizzled by 128 bytes."""
+    raw = (ctypes.c_uint8 * 192)()
+    start = -ctypes.addressof(raw) % 64
+    aligned = (ctypes.c_uint8 * 128).from_buffer(raw, start)
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    gpu.check(
+        gpu.cuda.cuTensorMapEncodeTiled(
+            aligned, 6, 2, ctypes.c_void_p(address), (u64 * 2)(1024, 512), (u64 * 1)(2048), (u32 * 2)(64, rows),
+            (u32 * 2)(1, 1), 0, 3, 2, 0,
+        )
+    )  # fmt: skip
+    return aligned
+
+
 def latency_part(gpu: Gpu, folder: pathlib.Path) -> dict:
     report = {}
     for name, (ptx, threads, blocks) in latency_kernels().items():
         try:
             function = gpu.load(ptx, "probe")
             source, out = gpu.upload(np.zeros(1 << 20, np.uint8)), gpu.upload(np.zeros(blocks, np.uint32))
+            copied = re.match(r"tensor_copy_(\d+)", name)
+            descriptor = tensor_map(gpu, source.value, int(copied[1]) // 128 if copied else 8)
             runs = []
             for _ in range(5):
-                gpu.launch(function, blocks, threads, source, out)
+                gpu.launch(function, blocks, threads, source, out, descriptor)
                 runs.append(gpu.download(out, np.zeros(blocks, np.uint32)))
             cycles = np.array(runs)[1:]
             report[name] = {"median": float(np.median(cycles)), "min": int(cycles.min()), "max": int(cycles.max())}
