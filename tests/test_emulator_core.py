@@ -643,6 +643,67 @@ def test_out_of_bounds_and_misaligned_accesses_stop_with_their_place():
         assert [h.kind for h in report.hazards] == ["global-out-of-bounds"]
 
 
+def test_printf(capsys):
+    module = ".extern .func (.param .b32 result) vprintf (.param .b64 a, .param .b64 b);\n"
+    text = b"%d: %5.2f%% %x %lld %s\n\0"
+    numbers = ", ".join(map(str, text))
+    module += f".global .align 1 .b8 format[{len(text)}] = {{{numbers}}};\n"
+    module += ".global .align 1 .b8 word[3] = {104, 105, 0};\n"
+    body = """
+	setp.gt.u32 %p0, %r0, 1;
+	@%p0 bra DONE;
+	mov.b64 %d10, depot;
+	cvta.local.u64 %d11, %d10;
+	st.local.b32 [%d10], %r0;
+	mov.b64 %d12, 0d3FF8000000000000;
+	st.local.b64 [%d10+8], %d12;
+	st.local.b32 [%d10+16], 255;
+	mov.b64 %d13, -5;
+	st.local.b64 [%d10+24], %d13;
+	mov.b64 %d14, word;
+	cvta.global.u64 %d15, %d14;
+	st.local.b64 [%d10+32], %d15;
+	{
+	.param .b64 param0;
+	.param .b64 param1;
+	.param .b32 retval0;
+	mov.b64 %d16, format;
+	cvta.global.u64 %d17, %d16;
+	st.param.b64 [param0], %d17;
+	st.param.b64 [param1], %d11;
+	call.uni (retval0), vprintf, (param0, param1);
+	ld.param.b32 %r5, [retval0];
+	}
+DONE:
+"""
+    report = run(body, {"out": np.zeros(1, np.uint32)}, module=module, smem="\t.local .align 8 .b8 depot[64];\n")
+    assert report.ok, str(report)
+    assert capsys.readouterr().out == "0:  1.50% ff -5 hi\n1:  1.50% ff -5 hi\n"
+
+
+# --- Registers that nothing has set ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("add.u32 %r2, %r1, 1;\n{store}", True),
+        ("mov.b32 %r2, %r1;\nxor.b32 %r2, %r0, %r0;\n{store}", False),
+        ("setp.lt.u32 %p0, %r0, 7;\n@%p0 mov.b32 %r2, 5;\n{store}", True),
+        ("setp.lt.u32 %p0, %r0, 7;\n@%p0 mov.b32 %r2, 5;\n@!%p0 mov.b32 %r2, 6;\n{store}", False),
+        ("setp.lt.u32 %p0, %r0, 99;\nselp.b32 %r2, %r0, %r1, %p0;\n{store}", False),
+        ("setp.lt.u32 %p0, %r0, 31;\nselp.b32 %r2, %r0, %r1, %p0;\n{store}", True),
+        ("mov.b32 %r2, 0;\n@%p3 bra SKIP;\nadd.u32 %r2, %r2, 1;\nSKIP:\n{store}", True),
+        ("cvt.u64.u32 %d9, %r1;\nadd.u64 %d9, %d9, %d0;\nmov.b32 %r2, 1;\n@%p4 st.global.b32 [%d9], %r2;", True),
+    ],
+)
+def test_registers_that_nothing_has_set(body, found):
+    out = np.zeros(32, np.uint32)
+    store = "mad.wide.u32 %d10, %r0, 4, %d0;\nst.global.b32 [%d10], %r2;"
+    report = run(body.format(store=store), {"out": out})
+    assert {h.kind for h in report.hazards} == ({"uninitialised-register"} if found else set()), str(report)
+
+
 # --- What it does not know ---------------------------------------------------------------------------------
 
 

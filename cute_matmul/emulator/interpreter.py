@@ -7,11 +7,12 @@ the hardware make them do, and both sides can run meanwhile. CTAs run in waves o
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 
 import numpy as np
 
-from cute_matmul.emulator import arithmetic, ops, schedule, translate
+from cute_matmul.emulator import arithmetic, ops, printf, schedule, translate
 from cute_matmul.emulator.errors import EmulatorError
 from cute_matmul.emulator.mbarrier import LOW_MASK, Barriers
 from cute_matmul.emulator.memory import SLOT_SHIFT, AddressSpaces, Stop
@@ -615,6 +616,32 @@ class Engine(AddressSpaces, Barriers, Units):
 
     # Small services of generated code
 
+    def printf(self, G, text: np.ndarray, arguments: np.ndarray, mask) -> None:
+        """vprintf of every active lane, to standard output."""
+        text = np.broadcast_to(text, (G.count, 32))
+        arguments = np.broadcast_to(arguments, (G.count, 32))
+        active = G.active if mask is None else np.broadcast_to(mask, (G.count, 32))
+        for row, lane in np.argwhere(active).tolist():
+            at = int(arguments[row, lane])
+            if at >> 56 != translate.LOCAL_WINDOW >> 56:
+                raise EmulatorError(f"printf arguments at {at:#x}, outside local memory")
+            buffer = self.local[int(G.warps[row]), lane, at & translate.WINDOW_MASK :]
+            sys.stdout.write(
+                printf.render(
+                    self._string(int(text[row, lane])),
+                    lambda offset, size, buffer=buffer: buffer[offset : offset + size].tobytes(),
+                    self._string,
+                )
+            )
+
+    def _string(self, address: int) -> str:
+        """A zero-terminated string in global memory."""
+        number = self.find_global(address, address + 1)
+        if number < 0:
+            raise EmulatorError(f"printf string at {address:#x}, in no variable")
+        data = self.global_data[number][address - self.global_bases[number] :].tobytes()
+        return data.split(b"\0")[0].decode("utf-8", "replace")
+
     def trap(self, G, src: int, mask) -> None:
         active = G.active if mask is None else np.broadcast_to(mask, (G.count, 32))
         if not active.any():
@@ -735,6 +762,7 @@ RULES = {
     "mma-not-whole-warp": "matrix instructions are executed by whole warps",
     "ldmatrix-not-whole-warp": "matrix instructions are executed by whole warps",
     "stmatrix-not-whole-warp": "matrix instructions are executed by whole warps",
+    "uninitialised-register": "a register that nothing has set reaches memory, an address, a branch or an MMA",
     "trap": "the kernel gave up",
 }
 """The rules whose breaking the engine itself sees, by kind of hazard."""

@@ -109,8 +109,37 @@ class AddressSpaces:
         self.A64 = np.full((max(counts[64], 1), warps, 32), 0xFFFFFFFFFFFFFFFF, np.uint64)
         self.smem = np.full((slots, self.smem_bytes), 0xFF, np.uint8)
         self.smem_views = {size: self.smem.view(kind) for size, kind in UNSIGNED.items()}
+        self.undefined_lanes = {(r.width, r.index): np.full((warps, 32), r in program.unset) for r in program.undefined}
         self.local = np.full((warps, 32, max(program.local_bytes, 16)), 0xFF, np.uint8)
         self.local_views = {size: self.local.view(kind) for size, kind in UNSIGNED.items()}
+
+    # Registers that nothing has set
+
+    def check_undefined(self, G, src: int, keys: tuple, mask) -> None:
+        """Report active lanes that use one of the registers without its ever having been set."""
+        for key in keys:
+            bad = self.undefined_lanes[key][G.ix]
+            bad = bad & G.active if mask is None else bad & mask
+            if bad.any():
+                row, lane = np.argwhere(bad)[0]
+                text = f"lane {lane}: nothing has set it on the path taken"
+                self.report("uninitialised-register", src, G.agents[row], "", None, None, text)
+                return
+
+    def spread_undefined(self, G, written: tuple, read: tuple, mask, choice=None, other: tuple = ()) -> None:
+        """Results are as undefined as what they are computed from; `choice` picks between two sources by lane."""
+
+        def join(keys: tuple):
+            out = np.zeros((1, 1), bool)
+            for key in keys:
+                out = out | self.undefined_lanes[key][G.ix]
+            return out
+
+        new = join(read) if choice is None else np.where(choice, join(read), join(other))
+        on = G.mask if mask is None else mask
+        for key in written:
+            table = self.undefined_lanes[key]
+            table[G.ix] = new if on is None else np.where(on, new, table[G.ix])
 
     # Addresses
 

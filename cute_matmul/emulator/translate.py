@@ -126,6 +126,17 @@ def _is_rename(ins: Instruction) -> bool:
     )
 
 
+_CONSUMERS = frozenset(
+    {"ld", "ldu", "st", "atom", "red", "mma", "wgmma", "ldmatrix", "stmatrix", "mbarrier", "cp", "bar", "barrier"}
+    | {"bra", "ret", "exit", "setmaxnreg", "trap", "call"}
+)
+
+
+def consumes(ins: Instruction) -> bool:
+    """Whether the instruction uses its operands for more than computing a register."""
+    return ins.parts[0] in _CONSUMERS or not destinations(ins)
+
+
 def kind_of(ins: Instruction) -> str:
     """The kind under which a report counts an instruction."""
     op, parts = ins.opcode, ins.parts
@@ -214,6 +225,7 @@ class Program:
         self._joins()
         self.wgmma: dict[int, tuple] = {}
         self.accumulators, self.tracked = self._accumulators()
+        self.unset, self.undefined = self._undefined()
         self.constants: dict[tuple, str] = {}
         self.namespace = dict(_NAMESPACE)
 
@@ -339,7 +351,58 @@ class Program:
                 if into != live_in[node.index]:
                     live_in[node.index] = into
                     changed = True
-        self.undefined_on_entry = live_in[0]
+        self._entry_live = live_in[0]
+
+    def _undefined(self) -> tuple[frozenset[Reg], frozenset[Reg]]:
+        """Registers that some path reads before anything sets them, and those that may receive such a value.
+
+        An accumulator of a wgmma counts as set there: whether it is read depends on scale-d, known when it runs.
+        """
+        count = len(self.nodes)
+        uses, defines, by_bit = [0] * count, [0] * count, {}
+        for node in self.nodes:
+            use = define = 0
+            for ins in self.instructions[node.start : node.end]:
+                written = destinations(ins)
+                read = sources(ins)
+                if ins.opcode.startswith("wgmma.mma_async"):
+                    read = read[: len(read) - len(written)]
+                for register in read:
+                    bit = self._bit(register)
+                    by_bit[bit] = register
+                    use |= bit & ~define
+                for register in written:
+                    define |= self._bit(register)
+            uses[node.index], defines[node.index] = use, define
+        live_in = [0] * (count + 1)
+        changed = True
+        while changed:
+            changed = False
+            for node in reversed(self.nodes):
+                out = 0
+                for successor in self.successors(node):
+                    out |= live_in[successor]
+                into = uses[node.index] | (out & ~defines[node.index])
+                if into != live_in[node.index]:
+                    live_in[node.index] = into
+                    changed = True
+        accumulators = {
+            r for ins in self.instructions if ins.opcode.startswith("wgmma.mma_async") for r in destinations(ins)
+        }
+        unset = {register for bit, register in by_bit.items() if live_in[0] & bit}
+        unset |= {r for r in accumulators if self._entry_live & self._bit(r)}
+        reached = set(unset)
+        changed = bool(reached)
+        while changed:
+            changed = False
+            for ins in self.instructions:
+                if consumes(ins) or not any(r in reached for r in sources(ins)):
+                    continue
+                for register in destinations(ins):
+                    if register not in reached:
+                        reached.add(register)
+                        changed = True
+        return frozenset(unset), frozenset(reached)
 
     def _joins(self) -> None:
         """Immediate post-dominators, as the place where the sides of a divergent branch meet."""
@@ -457,6 +520,7 @@ class _Writer:
         while at < len(self.body):
             ins = self.ins = self.body[at]
             base = ins.parts[0]
+            self._track_undefined(ins)
             fused = self._mma_run(at) if base == "mma" else 0
             if fused:
                 at += fused
@@ -729,6 +793,36 @@ class _Writer:
             else:
                 self.emit(f"for o in O: o.move_registers(G.agents, {tuple(written)!r}, {tuple(read)!r})")
         self.report = []
+
+    # Registers that nothing has set
+
+    def _track_undefined(self, ins: Instruction) -> None:
+        undefined = self.program.undefined
+        if not undefined:
+            return
+        written = [r for r in destinations(ins) if r in undefined]
+        wgmma = ins.opcode.startswith("wgmma.mma_async")
+        read = [r for operand in ins.operands[1 if destinations(ins) else 0 :] for r in _registers(operand)]
+        read = [r for r in dict.fromkeys(read) if r in undefined]
+        guard = [ins.guard[0]] if ins.guard is not None and ins.guard[0] in undefined else []
+        checked = guard + (read if consumes(ins) else [])
+        if checked:
+            # A guard decides who executes: it is looked at for all lanes that could.
+            mask = ("m" if self.masked else "None") if guard else self.mask()
+            self.emit(f"E.check_undefined(G, {ins.index}, {self._keys(checked)}, {mask})")
+        if not written or wgmma:
+            return
+        if ins.parts[0] == "selp" and ins.operands[3] not in undefined:
+            sides = [self._keys([o]) if isinstance(o, Reg) and o in undefined else "()" for o in ins.operands[1:3]]
+            choice = self.value(ins.operands[3], "pred")
+            self.emit(f"E.spread_undefined(G, {self._keys(written)}, {sides[0]}, {self.mask()}, {choice}, {sides[1]})")
+            return
+        spread = "()" if consumes(ins) else self._keys(read)
+        self.emit(f"E.spread_undefined(G, {self._keys(written)}, {spread}, {self.mask()})")
+
+    @staticmethod
+    def _keys(registers: list[Reg]) -> str:
+        return "(" + "".join(f"({r.width}, {r.index}), " for r in registers) + ")"
 
     def _settle(self, ins: Instruction) -> None:
         """Before a rename of an accumulator: what is in flight must write the old name, not the copy's."""
@@ -1309,6 +1403,9 @@ class _Writer:
         if space == "param":
             if not isinstance(origin.base, Sym):
                 self.unknown("a parameter address in a register")
+            if origin.base.name in self.program.kernel.variables:
+                self.put(target, f"call_{origin.base.name}", kind)
+                return
             offset = self.program.addresses[origin.base.name][1] + origin.offset
             for i, item in enumerate(items):
                 value = f"E.parameter({offset + i * size}, {_UNSIGNED[8 * size]})"
@@ -1336,6 +1433,10 @@ class _Writer:
         target, origin = ins.operands[0], ins.operands[1]
         if "async" in ins.parts:
             self._st_async(ins)
+            return
+        if space == "param":
+            # An argument of a call: a local of the generated function until the call, which follows in the segment.
+            self.emit(f"call_{target.base.name} = {self.value(origin, kind)}")
             return
         if kind == "b128":
             self.unknown("type .b128")
@@ -1391,6 +1492,15 @@ class _Writer:
 
     def op_createpolicy(self, ins: Instruction) -> None:
         self.put(ins.operands[0], self.program.constant(0, "u8"), "b64")
+
+    def op_call(self, ins: Instruction) -> None:
+        """Of functions only `vprintf`: compilers inline everything else that kernels call."""
+        match = re.match(r"call(?:\.uni)?\s*\((\w+)\)\s*,\s*vprintf\s*,\s*\((\w+)\s*,\s*(\w+)\)", ins.text)
+        if match is None or ins.guard is not None:
+            self.unknown("function call")
+        result, text, arguments = match.groups()
+        self.emit(f"E.printf(G, call_{text}, call_{arguments}, {self.mask()})")
+        self.emit(f"call_{result} = {self.program.constant(0, 'u4')}")
 
     def op_trap(self, ins: Instruction) -> None:
         self.emit(f"E.trap(G, {self.src()}, {self.mask()})")
@@ -1739,7 +1849,7 @@ class _Writer:
                 break
             written |= set(destinations(ins))
             run.append(ins)
-        if not run or self.program.accumulators:
+        if not run or self.program.accumulators or self.program.undefined:
             return 0
         op = self._mma_op(first)
         name = self.program.object(re.sub(r"\W", "_", first.opcode), op)

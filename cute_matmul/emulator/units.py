@@ -594,6 +594,8 @@ class Units:
                 self.stop_at(G, src, "wgmma-descriptor", "scale-d differs among the threads of a warp group")
             keep = keep[:, 0].copy()
         warps = G.warps.reshape(groups, 4)
+        if self.undefined_lanes:
+            self._check_accumulators(G, src, acc_ids, keep)
         if self.hazards is not None or self.tracer is not None:
             cells = self._cells(G, src, spec, a, b)
             agents = G.agents.reshape(groups, 4)
@@ -616,6 +618,13 @@ class Units:
         self.changes += 1
         if self.schedule.mma_at_issue:
             self.run_mma(op, np.ones(groups, bool))
+
+    def _check_accumulators(self, G, src: int, registers: tuple[int, ...], keep) -> None:
+        """Accumulators that are added to must have been set; all are set afterwards."""
+        keys = tuple((32, i) for i in registers if (32, i) in self.undefined_lanes)
+        read = np.broadcast_to(np.repeat(np.atleast_1d(keep), G.count // np.size(keep))[:, None], (G.count, 32))
+        self.check_undefined(G, src, keys, read)
+        self.spread_undefined(G, keys, (), None)
 
     def _cells(self, G, src, spec, a, b) -> np.ndarray:
         key = (spec, None if a is None else a.tobytes(), b.tobytes())
