@@ -1,4 +1,4 @@
-"""Measure: python perf/run.py [--suite ladder|square|model|decode|host|compile] ...
+"""Measure: python perf/run.py [--suite ladder|square|model|decode|host|compile|precision] ...
 
 README.md beside this says what the figures mean and how each is repeated.
 """
@@ -26,7 +26,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="perf/run.py", description="Measure the ladder beside other matmuls.")
-    top.add_argument("--suite", default="ladder", choices=(*suites.SUITES, "host", "compile"))
+    top.add_argument("--suite", default="ladder", choices=(*suites.SUITES, "host", "compile", "precision"))
     top.add_argument("--variants", help="names, or 'ladder' for all, 'default' for the one that matmul takes, 'none'")
     top.add_argument("--peers", help="of cublas, cublaslt, quack, triton, operators; or 'all', 'none'")
     top.add_argument("--dtype", default="float16", help="float16 (fp16) or bfloat16 (bf16)")
@@ -58,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from perf import compile_times
 
             return compile_times.run(_variants(options.variants or "ladder"), options, command)
+        if options.suite == "precision":
+            from perf import precision
+
+            return precision.run(_variants(options.variants or "v5,v6"), options, command)
         if options.suite == "host":
             from perf import host
 

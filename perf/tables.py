@@ -262,6 +262,16 @@ def compile_times(record: dict[str, Any], style: str = PLAIN) -> str:
     return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
 
 
+def precision(record: dict[str, Any], style: str = PLAIN) -> str:
+    """Distance to the float64 product, in standard deviations of the output."""
+    rows = [
+        [str(Shape(*e["shape"])), e["contender"], e["accumulate"], *(f"{e[key]:.3g}" for key in ("mean", "p99", "max"))]
+        for e in record["measurements"]
+    ]
+    headers = ["shape", "", "adds in", "mean error", "99th percentile", "largest"]
+    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
 def conditions(record: dict[str, Any]) -> str:
     """One paragraph: what was measured on what, and what a reader must know before quoting it."""
     machine, state = record["machine"], record["conditions"]
@@ -299,6 +309,8 @@ def body(record: dict[str, Any], style: str = PLAIN) -> str:
         return host(record, style)
     if suite == "compile":
         return compile_times(record, style)
+    if suite == "precision":
+        return precision(record, style)
     parts = [f"Burst\n\n{shapes(record, style, 'burst')}"]
     if any(m["phase"] == "sustained" for m in record["measurements"]):
         parts.append(f"Sustained\n\n{shapes(record, style, 'sustained')}")
