@@ -436,7 +436,8 @@ def reduce(
     """Combine a box of shared memory into global memory: add, min, max, inc, dec, and, or, xor.
 
     Element by element, atomically, as the descriptor's type says (PTX ISA, cp.reduce.async.bulk.tensor). 16-bit
-    floating-point results are rounded once, to nearest even. Arguments otherwise as `load`.
+    floating-point results are rounded once, to nearest even. Rows are taken to be clipped as `store` clips them;
+    unlike those of `load` and `store`, that has not been measured. Arguments otherwise as `load`.
 
     Raises TensorMapError("reduction") where the operation has no meaning for the type.
     """
