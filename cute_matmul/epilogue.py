@@ -27,20 +27,19 @@ def store_direct(
     """
     out = cute.make_rmem_tensor_like(acc, mC.element_type)
     out.store(acc.load().to(mC.element_type))
-    tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
-    tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
 
     rows, columns = mC.shape
     whole = (coord_mn[0] + 1) * tile_mn[0] <= rows and (coord_mn[1] + 1) * tile_mn[1] <= columns
     row_stride = mC.stride[0]
     if whole and row_stride % 2 == 0 and mC.iterator.toint() % 4 == 0:
-        words = cute.recast_tensor(out, cutlass.Int32)
-        word_ptr = cute.make_ptr(cutlass.Int32, mC.iterator.toint(), AddressSpace.gmem, assumed_align=4)
-        mW = cute.make_tensor(word_ptr, cute.make_layout((rows, columns // 2), stride=(row_stride // 2, 1)))
-        for i in cutlass.range(cute.size(words), unroll_full=True):
-            m, n = tCcC[2 * i]
-            mW[m, n // 2] = words[i]
+        # What the branch has found is said to the copy, which then moves words. Their places are those of the
+        # thread's first element and offsets known now: computed one by one they would take 128 registers.
+        word_ptr = cute.make_ptr(mC.element_type, mC.iterator.toint(), AddressSpace.gmem, assumed_align=4)
+        mW = cute.make_tensor(word_ptr, cute.make_layout(mC.shape, stride=(cute.assume(row_stride, divby=2), 1)))
+        cute.autovec_copy(out, thr_mma.partition_C(cute.local_tile(mW, tile_mn, coord_mn)))
     else:
+        tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
+        tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
         tCgC = thr_mma.partition_C(cute.local_tile(mC, tile_mn, coord_mn))
         for i in cutlass.range(cute.size(out), unroll_full=True):
             if cute.elem_less(tCcC[i], mC.shape):
