@@ -726,6 +726,26 @@ def test_named_barriers_forget_between_uses():
     assert kinds(s) == {"data-race"}
 
 
+def test_named_barriers_of_many_ctas_at_once():
+    s = Script(warps=2, ctas=40)
+    first, second = np.arange(40) * 2, np.arange(40) * 2 + 1
+    s.store("st", first, DATA)
+    for _ in range(2):
+        s.hz.bar_arrive(first, s.src("bar.sync"), 5)
+        s.hz.bar_arrive(second, s.src("bar.sync"), 5)
+        s.hz.bar_complete(np.concatenate([first, second]), 5)
+    s.load("ld", second, DATA)
+    assert kinds(s) == set()
+    s.store("st 2", first[:3], DATA)
+    s.hz.bar_arrive(np.array([2]), s.src("bar.sync"), 5)
+    s.hz.bar_arrive(np.array([3]), s.src("bar.sync"), 5)
+    s.hz.bar_complete(np.array([2, 3]), 5)
+    s.load("ld 2", 3, DATA)
+    assert {h.here.line for h in s.finish()} == {"st 2"}  # the reads of "ld" by the second warps
+    s.load("ld 3", 5, DATA)
+    assert {h.here.line for h in s.finish()} == {"st 2", "ld 3"}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_bytes_side_by_side_do_not_conflict(size):
     s = Script()

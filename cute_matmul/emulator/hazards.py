@@ -125,7 +125,10 @@ class HazardEngine:
         self.gmem = GlobalMemory(self.clocks, self.conflicts)
         self.groups = WarpGroups(self.clocks, self.conflicts, self.findings, agents, warps_per_cta)
         self.barriers = Barriers(self.clocks, self.conflicts, self.findings, self.groups, warps_per_cta, cluster_size)
-        self._named = Store(self.clocks, ctas * 16)
+        # Named barriers in use, by (CTA, number).
+        self._named = Store(self.clocks, 16)
+        self._named_slot: dict[tuple[int, int], int] = {}
+        self._named_free = list(range(15, -1, -1))
         self._cluster_arrivals = Store(self.clocks, clusters)
         self._cluster_done = Store(self.clocks, clusters)
 
@@ -137,8 +140,9 @@ class HazardEngine:
         self._async_groups = np.zeros(agents, np.int64)
         self._async_log = np.zeros((agents, 0), np.int64)
 
-        # Bulk groups by (agent, lane): read column, write column, epoch, epoch and instruction of the last store.
-        self._bulk: dict[tuple[int, int], list[int]] = {}
+        # Bulk groups by CTA and (agent, lane): read column, write column, epoch, epoch and instruction of the
+        # last store.
+        self._bulk: dict[int, dict[tuple[int, int], list[int]]] = {}
         # Latest access by other CTAs to a CTA's shared memory: {cta: {agent: (epoch, instruction)}}.
         self._remote: dict[int, dict[int, tuple[int, int]]] = {}
         self._exited: set[int] = set()
@@ -582,11 +586,12 @@ class HazardEngine:
         """State of each issuing thread's bulk groups; made on first use."""
         states = []
         for agent, thread in zip(agents.tolist(), array(lane, len(agents)).tolist(), strict=True):
-            state = self._bulk.get((agent, thread))
+            own = self._bulk.setdefault(agent // self.warps_per_cta, {})
+            state = own.get((agent, thread))
             if state is None:
                 w = agent % self.warps
                 columns = [self.clocks.column(kind, w, thread) for kind in ("bulk.read", "bulk.write")]
-                state = self._bulk[agent, thread] = [*columns, 1, 0, 0]
+                state = own[agent, thread] = [*columns, 1, 0, 0]
             states.append(state)
         return states
 
@@ -777,7 +782,18 @@ class HazardEngine:
     # ---- execution barriers
 
     def _named_slots(self, agents: np.ndarray, barrier_id: int | np.ndarray) -> np.ndarray:
-        return agents // self.warps_per_cta * 16 + array(barrier_id, len(agents))
+        ctas = (agents // self.warps_per_cta).tolist()
+        slots = []
+        for key in zip(ctas, array(barrier_id, len(agents)).tolist(), strict=True):
+            slot = self._named_slot.get(key)
+            if slot is None:
+                if not self._named_free:
+                    have = len(self._named.rows)
+                    self._named.reserve(2 * have)
+                    self._named_free.extend(range(2 * have - 1, have - 1, -1))
+                slot = self._named_slot[key] = self._named_free.pop()
+            slots.append(slot)
+        return np.array(slots, np.int64)
 
     def bar_arrive(self, agents: np.ndarray, src: int, barrier_id: int | np.ndarray) -> None:
         """Arrival at a named barrier, by bar.arrive or bar.sync."""
@@ -790,6 +806,9 @@ class HazardEngine:
         slots = self._named_slots(agents, barrier_id)
         self._named.acquire(slots, agents)
         self._named.clear(slots)
+        ctas = (agents // self.warps_per_cta).tolist()
+        for key in set(zip(ctas, array(barrier_id, len(agents)).tolist(), strict=True)):
+            self._named_free.append(self._named_slot.pop(key))
 
     def bar_sync(self, agents: np.ndarray, barrier_id: int = 0) -> None:
         """Whole barriers in one step: the k agents of each row of (n, k) all arrive and leave."""
@@ -834,8 +853,7 @@ class HazardEngine:
             if self._async_last[agent] > known[self._async_columns[agent % self.warps]]:
                 source = self._async_source[agent]
                 self.findings.add("exit-with-copy-in-flight", source, [agent], unit="cp.async in flight")
-        for agent, lane in [key for key in self._bulk if key[0] // self.warps_per_cta == cta]:
-            read, _, _, last, source = self._bulk.pop((agent, lane))
+        for (agent, _), (read, _, _, last, source) in self._bulk.pop(cta, {}).items():
             if last > known[read]:
                 unit = f"bulk group {last - 1}"
                 self.findings.add("exit-with-copy-in-flight", source, [agent], unit=unit)
