@@ -222,9 +222,10 @@ def places(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storable(out: torch.Tensor, align: int) -> bool:
-    """Whether `out` has a dimension of unit stride, no two elements in one place, and rows at multiples of `align`.
+    """Whether `out` has a dimension of unit stride, no two elements in one place, and rows that suit `align`.
 
-    align: bytes; rows are along whichever dimension has unit stride.
+    align: bytes, of which a row's address and length must be multiples (what is stored by TMA is clipped in steps
+    of 16 bytes: data/tensormap_clipping.json). Rows are along whichever dimension has unit stride.
     """
     if out.numel() == 0:
         return True
@@ -232,7 +233,8 @@ def storable(out: torch.Tensor, align: int) -> bool:
         return False
     for unit, other in ((1, 0), (0, 1)):
         has_unit = out.shape[unit] == 1 or out.stride(unit) == 1
-        if has_unit and (out.shape[other] == 1 or out.stride(other) * 2 % align == 0):
+        apart = out.shape[other] == 1 or out.stride(other) * 2 % align == 0
+        if has_unit and apart and out.shape[unit] * 2 % align == 0:
             return True
     return False
 
