@@ -168,6 +168,12 @@ INTEGER = [
     ("guard", "mov.b32 $0, $1;\nsetp.gt.u32 $P, $1, $2;\n@!$P mov.b32 $0, $2;", (32, 32), 32, max),
     ("add.cc", "add.cc.u32 $0, $1, $2;\naddc.u32 $0, $3, $4;", (32, 32, 32, 32), 32,
      lambda a, b, c, d: c + d + (a + b >> 32)),
+    ("mul24.lo", "mul24.lo.u32 $0, $1, $2;", (32, 32), 32, lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF)),
+    ("mul24.hi", "mul24.hi.s32 $0, $1, $2;", (32, 32), 32, lambda a, b: signed(a, 24) * signed(b, 24) >> 16),
+    ("mad24.lo", "mad24.lo.s32 $0, $1, $2, $3;", (32, 32, 32), 32,
+     lambda a, b, c: signed(a, 24) * signed(b, 24) + c),
+    ("mad.lo.cc", "mad.lo.cc.u32 $0, $1, $2, $3;\nmadc.hi.u32 $0, $1, $2, $4;", (32, 32, 32, 32), 32,
+     lambda a, b, c, d: (a * b >> 32) + d + ((a * b & M32) + c >> 32)),
     ("sub.cc", "sub.cc.u32 $0, $1, $2;\nsubc.u32 $0, $3, $4;", (32, 32, 32, 32), 32,
      lambda a, b, c, d: c - d - (a < b)),
 ]  # fmt: skip
@@ -317,6 +323,25 @@ def test_min_max_of_floats_prefer_numbers_and_order_zeros():
     assert np.signbit(low[2:4]).all() and not np.signbit(high[2:4]).any()
     assert np.isnan(low[4]) and np.isnan(high[4]) and low[5] == -4 and high[5] == 3
     assert np.isnan(lanes("max.NaN.f32 $0, $1, $2;", [a, b], np.float32)[:2]).all()
+
+
+def test_float64_fma_rounds_once():
+    n = 64
+    a, b, c = (RNG.standard_normal(n) for _ in range(3))
+    c[:32] = -a[:32] * b[:32]  # what is left is the product's own rounding error
+    a[32:48], b[32:48], c[32:48] = 1 + 2.0**-52, 1 + 2.0**-52 * np.arange(16), 2.0**-53
+    got = lanes("fma.rn.f64 $0, $1, $2, $3;", [a, b, c], np.float64)
+    for x, y, z, result in zip(a.tolist(), b.tolist(), c.tolist(), got.tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        # Python's int / int division rounds correctly, to nearest even.
+        assert result == exact.numerator / exact.denominator, (x, y, z)
+
+
+def test_xorsign_takes_the_sign_of_both():
+    a = np.array([1.5, -2.0, 3.0, -4.0] * 8, np.float32)
+    b = np.array([-2.5, -1.0, 2.0, 5.0] * 8, np.float32)
+    assert lanes("max.xorsign.abs.f32 $0, $1, $2;", [a, b], np.float32)[:4].tolist() == [-2.5, 2.0, 3.0, -5.0]
+    assert lanes("min.xorsign.abs.f32 $0, $1, $2;", [a, b], np.float32)[:4].tolist() == [-1.5, 1.0, 2.0, -4.0]
 
 
 def test_neg_abs_and_saturate():

@@ -343,6 +343,44 @@ LEAVE:
     assert report.bytes["bulk load"] == 512
 
 
+@every_schedule
+def test_async_stores_to_a_peer_count_their_bytes(schedule):
+    out = np.zeros(64, np.uint32)
+    smem = BAR + "\t.shared .align 16 .b8 tile[256];\n"
+    body = (
+        INIT.format(count=1)
+        + """
+	mov.b32 %r2, tile;
+	mov.u32 %r3, %cluster_ctarank;
+	xor.b32 %r4, %r3, 1;
+	@%p0 bra EXPECTED;
+	mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 256;
+EXPECTED:
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+	mapa.shared::cluster.u32 %r5, %r2, %r4;
+	mapa.shared::cluster.u32 %r6, %r1, %r4;
+	mad.lo.u32 %r7, %r0, 8, %r5;
+	mad.lo.u32 %r8, %r3, 100, %r0;
+	st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%r7], {%r8, %r3}, [%r6];
+"""
+        + wait("0", "W")
+        + """
+	mad.lo.u32 %r9, %r0, 8, %r2;
+	ld.shared.v2.b32 {%r10, %r11}, [%r9];
+	mad.lo.u32 %r12, %r11, 1000, %r10;
+	mad.lo.u32 %r13, %r3, 32, %r0;
+	mad.wide.u32 %d10, %r13, 4, %d0;
+	st.global.b32 [%d10], %r12;
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+"""
+    )
+    report = run(body, {"out": out}, smem=smem, grid=2, cluster=2, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == [1100 + i for i in range(32)] + list(range(32))
+
+
 # --- cp.async and bulk groups ------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from cute_matmul.emulator.memory import SLOT_SHIFT, AddressSpaces, Stop
 from cute_matmul.emulator.units import Units
 
 WAVE = 132  # CTAs resident together: one per SM of an H200
-MAX_STEPS = 3_000_000
+MAX_STEPS = 1_000_000
 FULL = np.ones((1, 32), bool)
 
 
@@ -181,6 +181,9 @@ class Engine(AddressSpaces, Barriers, Units):
     def run(self) -> None:
         """Execute the launch. Sets `deadlock` or `stopped` where it did not come to its end."""
         per_wave = max(WAVE // self.cluster_size, 1) * self.cluster_size
+        if self.launch.cooperative:
+            # All CTAs of a cooperative launch are resident: they may wait for each other.
+            per_wave = self.ctas
         with np.errstate(all="ignore"):
             try:
                 for base in range(0, self.ctas, per_wave):

@@ -59,6 +59,16 @@ def atomic_result(name: str, kind: str, old: np.ndarray, values: tuple[np.ndarra
     return functions[name](old, value)
 
 
+def _covers(view, nbytes: int) -> bool:
+    """Whether a view is dense and as large as its storage, so that it leaves no gaps."""
+    expected = 1
+    for extent, stride in sorted(zip(view.shape, view.stride, strict=True), key=lambda axis: axis[1]):
+        if extent > 1 and stride != expected:
+            return False
+        expected *= extent
+    return view.offset == 0 and expected * view.itemsize == nbytes
+
+
 class AddressSpaces:
     """Mixin of the engine: everything that touches memory from a register."""
 
@@ -94,8 +104,9 @@ class AddressSpaces:
         self.global_views: dict[tuple[int, int], np.ndarray] = {}
         # Bytes of a storage that no argument covers: None where there are none.
         self.global_gaps: list[np.ndarray | None] = []
-        for _, _, _, owner in spaces:
-            viewed = owner.viewed() if owner is not None else None
+        for _, nbytes, _, owner in spaces:
+            full = owner is None or any(_covers(view, nbytes) for view in owner.views)
+            viewed = None if full else owner.viewed()
             self.global_gaps.append(None if viewed is None or viewed.all() else ~viewed)
         self.smem_limit = max(program.dynamic_start + launch.smem_bytes, program.static_shared_end)
         self.smem_bytes = -(-self.smem_limit // 16) * 16

@@ -210,6 +210,49 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, mode: str = "rn") -> np.n
     return round32(_sum_exact(a.astype(f64) * b.astype(f64), c.astype(f64)), mode)
 
 
+def _split64(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Veltkamp's splitting: two halves of 26 bits whose sum is a."""
+    big = a * 134217729.0
+    high = big - (big - a)
+    return high, a - high
+
+
+def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
+
+
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c rounded once to float64: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums" (2008).
+
+    Products beyond 2**996 or below 2**-969 are rounded twice.
+    """
+    product = a * b
+    (ah, al), (bh, bl) = _split64(a), _split64(b)
+    error = ((ah * bh - product) + ah * bl + al * bh) + al * bl
+    th, tl = _two_sum(c, error)
+    vh, vl = _two_sum(product, th)
+    result = vh + _sum_exact(tl, vl)
+    return np.where(np.isfinite(error) & np.isfinite(result), result, product + c)
+
+
+def mul24(a: np.ndarray, b: np.ndarray, high: bool) -> np.ndarray:
+    """Product of the low 24 bits of each (sign-extended for signed types): its low 32 bits, or bits 16 to 47."""
+    if a.dtype.kind == "i":
+        x, y = ((v << i32(8)) >> i32(8) for v in (a, b))
+        product = x.astype(i64) * y.astype(i64)
+        return ((product >> i64(16)) if high else product).astype(i32)
+    product = (a & u32(0xFFFFFF)).astype(u64) * (b & u32(0xFFFFFF)).astype(u64)
+    return ((product >> u64(16)) if high else product).astype(u32)
+
+
+def xorsign(a: np.ndarray, b: np.ndarray, low: bool, nan: bool) -> np.ndarray:
+    """min or max of the magnitudes, with the exclusive or of the signs."""
+    magnitude = (fmin if low else fmax)(np.abs(a), np.abs(b), nan)
+    return np.where(np.signbit(a) ^ np.signbit(b), -magnitude, magnitude)
+
+
 def add32(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
     return round32(_sum_exact(a.astype(f64), b.astype(f64)), mode)
 

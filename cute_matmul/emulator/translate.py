@@ -996,14 +996,25 @@ class _Writer:
     def op_subc(self, ins: Instruction) -> None:
         self._carry(ins, "sub", True)
 
-    def _carry(self, ins: Instruction, name: str, with_carry: bool) -> None:
+    def op_madc(self, ins: Instruction) -> None:
+        self._carry_product(ins, True)
+
+    def _carry_product(self, ins: Instruction, with_carry: bool) -> None:
+        """mad.cc and madc: a half of the product, then an addition with the carry."""
+        product, kind = self._product(ins, self.kind())
+        name = self.temporary()
+        self.emit(f"{name} = {product}.view({_UNSIGNED[_BITS[kind]]})")
+        self._carry(ins, "add", with_carry, (name, self.value(ins.operands[3], f"u{_BITS[kind]}")))
+
+    def _carry(self, ins: Instruction, name: str, with_carry: bool, terms: tuple[str, str] | None = None) -> None:
         """add.cc and its relatives. The carry lives in a local: PTX has it within a block only in compiler output."""
         bits = _BITS[self.kind()]
         if ins.guard is not None:
             self.unknown("a guard on a carry instruction")
         kind = _UNSIGNED[bits]
         a, b, out = self.temporary(), self.temporary(), self.temporary()
-        self.emit(f"{a} = {self.value(ins.operands[1], f'u{bits}')}; {b} = {self.value(ins.operands[2], f'u{bits}')}")
+        left, right = terms or tuple(self.value(o, f"u{bits}") for o in ins.operands[1:3])
+        self.emit(f"{a} = {left}; {b} = {right}")
         carry = f"cc.astype({kind})" if with_carry else f"{kind}(0)"
         if name == "add":
             self.emit(f"{out} = {a} + {b} + {carry}")
@@ -1023,7 +1034,15 @@ class _Writer:
         self.put(ins.operands[0], *self._product(ins, kind))
 
     def op_mul24(self, ins: Instruction) -> None:
-        self.unknown("opcode")
+        self._binary(ins, f"ops.mul24({{a}}, {{b}}, {ins.parts[1] == 'hi'})", self.kind())
+
+    def op_mad24(self, ins: Instruction) -> None:
+        kind = self.kind()
+        if "sat" in ins.parts:
+            self.unknown("modifier .sat")
+        a, b = (self.value(o, kind) for o in ins.operands[1:3])
+        product = f"ops.mul24({a}, {b}, {ins.parts[1] == 'hi'}).view(u4)"
+        self.put(ins.operands[0], f"{product} + {self.value(ins.operands[3], 'u32')}", "u32")
 
     def _product(self, ins: Instruction, kind: str) -> tuple[str, str]:
         mode = self.ins.parts[1]
@@ -1045,8 +1064,11 @@ class _Writer:
         if self._is_float(kind):
             self._float(ins, "fma")
             return
-        if "cc" in ins.parts or "sat" in ins.parts:
-            self.unknown("modifier")
+        if "sat" in ins.parts:
+            self.unknown("modifier .sat")
+        if "cc" in ins.parts:
+            self._carry_product(ins, False)
+            return
         product, result = self._product(ins, kind)
         unsigned = f"u{_BITS[result]}"
         as_unsigned = f"{product}.view({numpy_type(unsigned)})"
@@ -1090,8 +1112,13 @@ class _Writer:
     def _extremum(self, ins: Instruction, name: str) -> None:
         kind = self.kind()
         nan = "NaN" in ins.parts
-        if set(ins.parts[1:-1]) - {"NaN", "ftz", "relu"} or "xorsign" in ins.opcode:
+        if set(ins.parts[1:-1]) - {"NaN", "ftz", "relu", "xorsign", "abs"}:
             self.unknown("modifier")
+        if "xorsign" in ins.parts:
+            if kind != "f32" or "ftz" in ins.parts:
+                self.unknown("modifier .xorsign")
+            self._binary(ins, f"ops.xorsign({{a}}, {{b}}, {name == 'min'}, {nan})", kind)
+            return
         if kind in ("f32", "f64"):
             values = [self.value(operand, kind) for operand in ins.operands[1:]]
             if "ftz" in ins.parts:
@@ -1452,7 +1479,16 @@ class _Writer:
         )
 
     def _st_async(self, ins: Instruction) -> None:
-        self.unknown("form")
+        kind, count = self.kind(), self._vector()
+        target, origin, barrier = ins.operands
+        items = origin.items if isinstance(origin, Vec) else (origin,)
+        if len(items) != count or not any(p.startswith("mbarrier::complete_tx") for p in ins.parts):
+            self.unknown("form")
+        values = ", ".join(self.value(item, f"b{_BITS[kind]}") for item in items)
+        self.emit(
+            f"E.store_async(G, {self.src()}, {self.place(target, 'cluster')}, ({values},), {_BITS[kind] // 8},"
+            f" {self.place(barrier, 'cluster')}, {self.mask()})"
+        )
 
     def op_atom(self, ins: Instruction) -> None:
         self._atomic(ins, True)

@@ -413,6 +413,35 @@ class Units:
             self._launch(Copy(src, agent, land, size, (bars[i],)))
             self.count_bytes("copy to peer", agent, size)
 
+    def store_async(self, G, src, place, values, size, barrier, mask) -> None:
+        """st.async: each thread's bytes reach a CTA of the cluster and count on an mbarrier there."""
+        rows, lanes = self._threads(G, mask)
+        if not len(rows):
+            return
+        nbytes = size * len(values)
+        where, bars = self._pick(place, rows, lanes), self._pick(barrier, rows, lanes)
+        data = np.stack([np.broadcast_to(v, (G.count, 32))[rows, lanes] for v in values], axis=1)
+        raw = np.ascontiguousarray(data).view(np.uint8).reshape(len(rows), nbytes)
+        for i, row in enumerate(rows.tolist()):
+            if where[i] % nbytes:
+                self.report(
+                    "misaligned-access", src, G.agents[row], "shared", None, None, f"st.async of {nbytes} bytes"
+                )
+                raise Stop
+            self._check_room(G, src, row, where[i], nbytes)
+            agent = int(G.agents[row])
+
+            def land(target=where[i], bits=raw[i]):
+                offset = target & OFFSET_MASK
+                self.smem[target >> SLOT_SHIFT, offset : offset + nbytes] = bits
+
+            self._launch(Copy(src, agent, land, nbytes, (bars[i],)))
+            self.count_bytes("st.async", agent, nbytes)
+        cta, offset = self._split(np.array(where, np.int64))
+        bar_cta, bar = self._split(np.array(bars, np.int64))
+        for o in self.observers:
+            o.bulk_load(G.agents[rows], src, cta, offset, nbytes, bar_cta, bar)
+
     def _groups(self, G, row: int, lane: int) -> BulkGroups:
         key = (int(G.warps[row]), lane)
         groups = self.bulk_groups.get(key)
