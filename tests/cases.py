@@ -139,6 +139,13 @@ def sample(index: int, count: int) -> list[tuple[str, tuple[str, str]]]:
     return [combinations[(index * 5 + i * step) % len(combinations)] for i in range(count)]
 
 
+def quick(variant: str) -> list[tuple[str, tuple[str, str]]]:
+    """Two (dtype, majors) for a variant, the same wherever few kernels must do: all of them over the ladder."""
+    index = variants().index(variant)
+    other = "bfloat16" if "bfloat16" in accepted_dtypes(variant) else "float16"
+    return [("float16", ("k", "n")), (other, MAJORS[index % len(MAJORS)])]
+
+
 def draw(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(torch_dtype(dtype))

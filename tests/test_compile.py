@@ -32,12 +32,10 @@ def kernels(all_configs: bool) -> list[tuple[str, TileConfig, str, tuple[str, st
             for dtype, majors in product(cases.accepted_dtypes(variant), cases.MAJORS)
         ]
     chosen = []
-    for index, variant in enumerate(cases.variants()):
+    for variant in cases.variants():
         module = registry.get(variant).load()
-        rows = [(module.DEFAULT, *row) for row in cases.sample(index, 2)] + [
-            (module.SPACE[0], *cases.sample(index + 1, 1)[0])
-        ]
-        chosen += [(variant, *row) for row in rows if row[1] in cases.accepted_dtypes(variant)]
+        two = cases.quick(variant)
+        chosen += [(variant, module.DEFAULT, *row) for row in two] + [(variant, module.SPACE[0], *two[1])]
     return chosen
 
 
