@@ -11,13 +11,14 @@ import cutlass
 import cutlass.cute as cute
 import dataflow
 import pytest
+import torch
 from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.runtime import make_fake_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_model import Barrier, Exploration, Step, explore
 
-from cute_matmul import pipeline
+from cute_matmul import emulator, pipeline
 from cute_matmul.pipeline import (
     CONSUMER_START,
     PRODUCER_ARRIVALS,
@@ -491,3 +492,26 @@ def test_stage_phases_are_carried_through_a_dynamic_loop(num_stages, tmp_path):
     (load,), (flip,) = loop.find("ld.local"), loop.find("st.local")
     assert loop.carried_sources(load.operands[1]) and loop.carried_sources(flip.operands[0])
     assert load.writes <= loop.sources(flip.reads)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 17])
+def test_a_kernel_counts_as_plain_python_does(num_stages, count):
+    """Both states through a dynamic loop and a dynamic branch, executed."""
+    out = torch.full((32,), -1, dtype=torch.int32)
+    assert emulator.run(states_host, out, cutlass.Int32(count), num_stages).ok
+    state, expected = PipelineState(num_stages, "producer"), []
+    for i in range(count):
+        expected.append(state.index * 2 + state.phase)
+        if i % 3 != 2:
+            state.advance()
+    assert out.tolist() == expected + [-1] * (32 - count)
+
+    out.fill_(-1)
+    assert emulator.run(phases_host, out, cutlass.Int32(count), num_stages).ok
+    phases, expected = StagePhases(num_stages), []
+    for i in range(count):
+        expected.append(phases[i % num_stages])
+        if i % 3 != 2:
+            phases.flip(i % num_stages)
+    assert out.tolist() == expected + [-1] * (32 - count)
