@@ -188,9 +188,12 @@ class Output:
     outside: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        # By places and a mask: an expanded view cannot be filled.
         self.outside = torch.ones_like(self.buffer, dtype=torch.bool)
-        self.outside.view(-1)[places(self.tensor).to(self.buffer.device)] = False
+        if 0 in self.tensor.stride():  # an expanded view cannot be filled
+            self.outside.view(-1)[places(self.tensor).to(self.buffer.device)] = False
+        else:
+            view = self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
+            self.outside.as_strided(*view).fill_(False)
         self.buffer.view(torch.int16).fill_(PATTERN)
         self.buffer.masked_fill_(~self.outside, float("nan"))
 
@@ -236,7 +239,8 @@ def storable(out: torch.Tensor, align: int) -> bool:
     """
     if out.numel() == 0:
         return True
-    if out.data_ptr() % align or places(out).unique().numel() != out.numel():
+    distinct = out.is_contiguous() or places(out).unique().numel() == out.numel()
+    if out.data_ptr() % align or not distinct:
         return False
     for unit, other in ((1, 0), (0, 1)):
         has_unit = out.shape[unit] == 1 or out.stride(unit) == 1
