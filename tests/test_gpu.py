@@ -169,7 +169,8 @@ def test_rows_more_than_two_to_31_elements_apart(variant):
     a.copy_(cases.draw((3, 64), "float16", "cuda", 1))
     out.fill_(float("nan"))
     matmul(a, b, out=out, variant=variant)
-    cases.assert_right(out, a, b, variant)
+    # cuBLAS, which the bound asks, takes no such stride.
+    cases.assert_right(out.contiguous(), a.contiguous(), b, variant)
 
 
 @variants
