@@ -46,6 +46,25 @@ def test_the_fastest_is_found_and_remembered(best):
     assert tuner.best_config("v2", TARGET.mnk, gpu=TARGET.gpu) == best
 
 
+@pytest.mark.parametrize("default", [SPACE[8], SPACE[-1]])
+def test_the_default_is_displaced_by_what_is_clearly_faster(default):
+    tuner.tune(TARGET, SPACE, MadeUp(SPACE[7]), default=default)
+    assert tuner.best_config("v2", TARGET.mnk, gpu=TARGET.gpu) == SPACE[7]
+
+
+def test_the_default_stands_where_the_difference_is_within_the_noise():
+    class Noisy(MadeUp):
+        def seconds(self, config):
+            return super().seconds(self.best) * (1 + self.random.gauss(0, 0.02))
+
+    for seed in range(10):
+        timer = Noisy(SPACE[3])
+        timer.random.seed(seed)
+        times = tuner.tune(TARGET, SPACE, timer, default=SPACE[11])
+        assert len(times[str(SPACE[11])]) == tuner.STAGES[-1][0]
+        assert tuner.best_config("v2", TARGET.mnk, gpu=TARGET.gpu) == SPACE[11]
+
+
 def test_all_are_timed_in_turn_and_the_better_ones_more():
     timer = MadeUp(SPACE[4])
     tuner.tune(TARGET, SPACE, timer)
