@@ -301,7 +301,7 @@ def _output(out: torch.Tensor, align: int, variant: str) -> tuple[bool, tuple[in
             f"out must have rows that start at multiples of {align} bytes for variant {variant}, which stores it by "
             f"TMA; got a stride of {pitch * out.element_size()} bytes"
         )
-    # NOTE: a TMA store clips a row at the next 16 bytes, not at its end (tests/data/tma_store_clipping.json).
+    # NOTE: a TMA store clips a row at the next 16 bytes, not at its end (tests/data/tensormap_clipping.json).
     length = m if flipped else n
     if length % per_row:
         raise Unsupported(
