@@ -22,6 +22,7 @@ from cute_matmul import emulator, problem
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "cute_matmul"
+KERNELS = HERE / "mutation_kernels.py"
 SHARED = ("config", "hopper", "pipeline", "scheduler", "epilogue")
 SCHEDULES = ("round_robin", "random", "adversarial")
 
@@ -56,8 +57,8 @@ class Setting:
 class Mutant:
     """A seeded bug and what must come of it.
 
-    kernel: "v0" to "v6". why: one line on what is broken, and where nothing but happens-before shows it, why
-    hardware need not forgive it.
+    kernel: "v0" to "v6", or a class of mutation_kernels.py.
+    why: one line on what is broken, and where nothing but happens-before shows it, why hardware need not forgive it.
     hazards: kinds that must be reported under every schedule. "a|b" asks for one of the two; "a|deadlock" takes a
     deadlock for it where one schedule leads there, but the hazard itself must come under another.
     also: kinds, or DEADLOCK, that may come of it besides.
@@ -95,7 +96,10 @@ def build(folder: Path, kernel: str, edits: Sequence[Edit] = (), name: str = "cl
     target = folder / package
     target.mkdir()
     (target / "__init__.py").touch()
-    files = {kernel: PACKAGE / "variants" / f"{kernel}.py", **{part: PACKAGE / f"{part}.py" for part in SHARED}}
+    variant = PACKAGE / "variants" / f"{kernel}.py"
+    files = {kernel: KERNELS}
+    if variant.exists():
+        files = {kernel: variant, **{part: PACKAGE / f"{part}.py" for part in SHARED}}
     for part, path in files.items():
         source = path.read_text()
         for edit in edits:
@@ -114,29 +118,45 @@ def build(folder: Path, kernel: str, edits: Sequence[Edit] = (), name: str = "cl
         sys.path.remove(str(folder))
 
 
-class Runner:
-    """A compiled kernel with operands, to be run under several schedules."""
+class Matmul:
+    """A variant with operands, as the classes of mutation_kernels.py are."""
 
     def __init__(self, module: ModuleType, setting: Setting) -> None:
+        self.host = module.host
         self.config = module.TileConfig.parse(setting.config)
         self.accumulator = getattr(module, "ACCUMULATOR", "float32")
         self.a, self.b = _operands(setting.mnk)
         m, n, _ = setting.mnk
         extents, (row, column) = setting.out_buffer or ((m, n), (0, 0))
-        self.buffer = torch.empty(extents, dtype=torch.float16)
-        self.out = self.buffer[row : row + m, column : column + n]
-        self.program = emulator.Program.compile(module.host, *self._arguments())
+        self.out = torch.empty(extents, dtype=torch.float16)[row : row + m, column : column + n]
 
-    def _arguments(self) -> tuple:
-        return self.a, self.b, self.out, emulator.stream(), self.config
+    def arguments(self, stream: Any) -> tuple:
+        return self.a, self.b, self.out, stream, self.config
+
+
+class Runner:
+    """A compiled kernel with operands, to be run under several schedules.
+
+    module: of `build`. kernel: as it was called there. setting: for a variant.
+    """
+
+    def __init__(self, module: ModuleType, kernel: str, setting: Setting | None = None) -> None:
+        self.work = Matmul(module, setting) if setting else getattr(module, kernel)()
+        self.program = emulator.Program.compile(self.work.host, *self.work.arguments(emulator.stream()))
 
     def run(self, schedule: str, seed: int = 0) -> Outcome:
         """Run it once on an output of nans."""
-        self.buffer.fill_(float("nan"))
-        report = emulator.run(self.program, *self._arguments(), schedule=schedule, seed=seed)
-        right = bool(problem.check(self.out, self.a, self.b, accumulator=self.accumulator))
+        self.work.out.fill_(float("nan"))
+        arguments = self.work.arguments(emulator.stream())
+        report = emulator.run(self.program, *arguments, schedule=schedule, seed=seed)
         kinds = frozenset(hazard.kind for hazard in report.hazards)
-        return Outcome(kinds, report.deadlock is not None, not right, report)
+        return Outcome(kinds, report.deadlock is not None, not self._right(), report)
+
+    def _right(self) -> bool:
+        work = self.work
+        if isinstance(work, Matmul):
+            return bool(problem.check(work.out, work.a, work.b, accumulator=work.accumulator))
+        return torch.allclose(work.out, work.expected(), atol=1e-5)
 
 
 @lru_cache

@@ -104,6 +104,7 @@ V0 = (
         "v0",
         (Edit("expect_tx(full, tx_bytes(config))", "expect_tx(full, tx_bytes(config) + 16)"),),
         "16 bytes never land",
+        hazards=("mbarrier-tx-bytes",),
         shows=DEADLOCK,
     ),
     Mutant(
@@ -111,6 +112,7 @@ V0 = (
         "v0",
         (Edit(ELECTED_EXPECT, ""),),
         "the barrier's one arrival never comes",
+        hazards=("mbarrier-tx-bytes",),
         shows=DEADLOCK,
     ),
     Mutant(
@@ -383,6 +385,7 @@ V2 = (
         "v2",
         (Edit("tx_bytes(config))", "2 * tx_bytes(config))"),),
         "half of the bytes never land",
+        hazards=("mbarrier-tx-bytes",),
         shows=DEADLOCK,
     ),
     Mutant(
@@ -1058,6 +1061,352 @@ V6 = (
     ),
 )
 
+C_SYNC = "    cute.arch.cluster_arrive()\n    cute.arch.cluster_wait()\n"
+C_INIT = "        cute.arch.mbarrier_init_fence()\n"
+C_EXIT = f"    # Nobody leaves while a peer may still arrive here.\n{C_SYNC}"
+C_ARRIVALS = "mbarrier_init(empty + stage, CLUSTER * READERS)"
+C_RELEASE = """\
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                for peer in cutlass.range_constexpr(CLUSTER):
+                    cute.arch.mbarrier_arrive(empty + stage, peer)
+"""
+C_READ = "            for column in cutlass.range("
+# A peer's stage that is refilled while it is read, as either side sees it.
+REFILLED_PEER = "overwrite-while-read|read-before-copy-waited|overwrite-before-copy-waited"
+
+CLUSTER_SUM = (
+    Mutant(
+        "remote-release-dropped",
+        "ClusterSum",
+        (Edit(C_RELEASE, C_RELEASE.replace("range_constexpr(CLUSTER)", "range(rank, rank + 1)")),),
+        "each CTA waits for the other's readers",
+        shows=DEADLOCK,
+    ),
+    Mutant(
+        "own-readers-only",
+        "ClusterSum",
+        (
+            Edit(C_ARRIVALS, C_ARRIVALS.replace("CLUSTER * ", "")),
+            Edit(C_RELEASE, C_RELEASE.replace("range_constexpr(CLUSTER)", "range(rank, rank + 1)")),
+        ),
+        "the multicast overwrites the peer's stage, whether the peer has read it or not",
+        hazards=(REFILLED_PEER,),
+        also=AFTER_STALE,
+    ),
+    Mutant(
+        "released-twice-at-home",
+        "ClusterSum",
+        (Edit("mbarrier_arrive(empty + stage, peer)", "mbarrier_arrive(empty + stage, rank)"),),
+        "the arrival meant for the peer counts at home: a stage is free without the peer",
+        hazards=(REFILLED_PEER,),
+        also=AFTER_STALE,
+    ),
+    Mutant(
+        "one-reading-warp-releases",
+        "ClusterSum",
+        (
+            Edit(C_ARRIVALS, C_ARRIVALS.replace("READERS", "1")),
+            Edit(
+                C_RELEASE,
+                C_RELEASE.replace(
+                    "for peer in cutlass.range_constexpr(CLUSTER)", "for peer in cutlass.range(CLUSTER * (1 - warp))"
+                ),
+            ),
+        ),
+        "warp 1 may still read what warp 0 gives back",
+        hazards=(REFILLED_PEER,),
+        also=AFTER_STALE,
+    ),
+    Mutant(
+        "release-before-reading",
+        "ClusterSum",
+        (Edit(C_RELEASE, ""), Edit(C_READ, C_RELEASE + C_READ)),
+        "the stage is given back, to both CTAs, before it is read",
+        hazards=("overwrite-while-read|read-before-copy-waited",),
+        also=AFTER_STALE,
+    ),
+    Mutant(
+        "init-fence-dropped",
+        "ClusterSum",
+        (Edit(C_INIT + C_SYNC, C_SYNC),),
+        "a peer's copy and arrival may meet a barrier that it does not see initialised",
+        hazards=("mbarrier-init-not-visible",),
+    ),
+    Mutant(
+        "init-without-the-cluster",
+        "ClusterSum",
+        (Edit(f"{C_INIT}{C_SYNC}", f"{C_INIT}    cute.arch.sync_threads()\n"),),
+        "the peer may not have initialised its barriers yet",
+        hazards=("mbarrier-init-not-visible|mbarrier-not-initialised",),
+        also=AFTER_STALE,
+    ),
+    Mutant(
+        "cluster-wait-dropped",
+        "ClusterSum",
+        (Edit(f"{C_INIT}{C_SYNC}", f"{C_INIT}    cute.arch.cluster_arrive()\n"),),
+        "the barriers are used without having met the peer, and the next arrival comes before the wait for this one",
+        hazards=("mbarrier-init-not-visible|mbarrier-not-initialised|cluster-barrier",),
+        also=(
+            "mbarrier-init-not-visible",
+            "mbarrier-not-initialised",
+            "cluster-barrier",
+            "exit-before-remote-access",
+            "access-to-exited-cta",
+            DEADLOCK,
+        ),
+    ),
+    Mutant(
+        "exit-without-the-cluster",
+        "ClusterSum",
+        (Edit(C_EXIT, ""),),
+        "a CTA may be gone when its peer gives a stage back to it",
+        hazards=("exit-before-remote-access",),
+        also=("access-to-exited-cta",),
+    ),
+    Mutant(
+        "multicast-to-one",
+        "ClusterSum",
+        (Edit("Int16(0b11)", "Int16(0b01)"),),
+        "CTA 1 waits for bytes that nobody sends",
+        hazards=("mbarrier-tx-bytes",),
+        shows=DEADLOCK,
+    ),
+    Mutant(
+        "half-the-bytes",
+        "ClusterSum",
+        (Edit("(full + stage, TILE_BYTES)", "(full + stage, TILE_BYTES // 2)"),),
+        "one CTA's half completes the phase",
+        hazards=(f"mbarrier-tx-bytes|{STALE}|{DEADLOCK}",),
+        also=AFTER_STALE,
+        shows=WRONG,
+    ),
+    Mutant(
+        "acquire-with-the-reader-s-parity",
+        "ClusterSum",
+        (Edit("phase ^ 1)", "phase)"),),
+        "the producer waits for a release of a stage that was never filled",
+        shows=DEADLOCK,
+    ),
+)
+
+D_BARRIER = "        cute.arch.barrier(barrier_id=1 + group, number_of_threads=GROUP_THREADS)\n"
+D_FENCE = '        cute.arch.fence_proxy("async.shared", space="cta")\n'
+D_READ_WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
+D_WAIT = "        cute.arch.mbarrier_wait(full + group, phase)\n"
+D_LAST_WAIT = "    if leads:\n        cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
+D_STEP = "cute.arch.grid_dim()[0] * GROUPS,"
+
+DOUBLED = (
+    Mutant(
+        "proxy-fence-dropped",
+        "Doubled",
+        (Edit(D_FENCE, ""),),
+        "the store reads through the async proxy what was written through the generic one",
+        hazards=("missing-proxy-fence",),
+    ),
+    Mutant(
+        "only-the-leader-fences",
+        "Doubled",
+        (Edit(D_FENCE, f"        if leads:\n    {D_FENCE}"),),
+        "no fence lies between the other warp's writes and the store",
+        hazards=("missing-proxy-fence",),
+    ),
+    Mutant(
+        "barrier-before-the-store-dropped",
+        "Doubled",
+        (Edit(D_FENCE + D_BARRIER, D_FENCE),),
+        "the leader stores before the other warp has written, and loads before it has read, or seen the last load land",
+        hazards=(UNWRITTEN,),
+        also=(*UNWRITTEN.split("|"), "overwrite-while-read", "mbarrier-phase-overrun"),
+    ),
+    Mutant(
+        "read-wait-dropped",
+        "Doubled",
+        (Edit(D_READ_WAIT + D_BARRIER, D_BARRIER),),
+        "the staging buffer is written while the last store reads it",
+        hazards=("overwrite-while-copy-reads",),
+        shows=WRONG,
+    ),
+    Mutant(
+        "another-warp-waits",
+        "Doubled",
+        (Edit(D_READ_WAIT + D_BARRIER, f"        if not leads:\n{D_READ_WAIT}{D_BARRIER}"),),
+        "bulk groups belong to the thread that committed them; this one has none",
+        hazards=("overwrite-while-copy-reads",),
+        shows=WRONG,
+    ),
+    Mutant(
+        "barrier-after-the-read-wait-dropped",
+        "Doubled",
+        (Edit(D_READ_WAIT + D_BARRIER, D_READ_WAIT),),
+        "the leader alone knows that the buffer has been read",
+        hazards=("overwrite-while-copy-reads|data-race",),
+        also=("overwrite-while-copy-reads", "data-race"),
+    ),
+    Mutant(
+        "bulk-commit-dropped",
+        "Doubled",
+        (Edit("            cute.arch.cp_async_bulk_commit_group()\n", ""),),
+        "the stores are in no group, so the wait has nothing to wait for",
+        hazards=("overwrite-while-copy-reads", "exit-with-copy-in-flight"),
+        shows=WRONG,
+    ),
+    Mutant(
+        "last-wait-dropped",
+        "Doubled",
+        (Edit(D_LAST_WAIT, ""),),
+        "the CTA may end while the last store reads its shared memory",
+        hazards=("exit-with-copy-in-flight",),
+    ),
+    Mutant(
+        "one-staging-buffer",
+        "Doubled",
+        (
+            Edit("staging[at // COLUMNS, at % COLUMNS, group]", "staging[at // COLUMNS, at % COLUMNS, 0]"),
+            Edit("s_out[None, group]", "s_out[None, 0]"),
+        ),
+        "two warp groups write one buffer, and nothing orders them",
+        hazards=("data-race|overwrite-while-copy-reads",),
+        also=UNWRITTEN.split("|"),
+        shows=WRONG,
+    ),
+    Mutant(
+        "barrier-of-one-warp",
+        "Doubled",
+        (Edit(D_FENCE + D_BARRIER, D_FENCE + D_BARRIER.replace("GROUP_THREADS", "32")),),
+        "each warp is a barrier's worth by itself, and waits for nobody",
+        hazards=("barrier-count|" + UNWRITTEN,),
+        also=(*UNWRITTEN.split("|"), "overwrite-while-read"),
+    ),
+    Mutant(
+        "barrier-of-both-groups",
+        "Doubled",
+        (Edit(D_FENCE + D_BARRIER, D_FENCE + D_BARRIER.replace("GROUP_THREADS", "2 * GROUP_THREADS")),),
+        "each group waits at its own barrier for threads that never come there",
+        shows=DEADLOCK,
+    ),
+    Mutant(
+        "leader-alone-awaits-the-copy",
+        "Doubled",
+        (Edit(D_WAIT, f"        if leads:\n    {D_WAIT}"),),
+        "the other warp reads the tile whether it has landed or not",
+        hazards=(STALE,),
+        also=AFTER_STALE,
+        shows=WRONG,
+    ),
+    Mutant(
+        "phase-not-flipped",
+        "Doubled",
+        (Edit("        phase ^= 1\n", ""),),
+        "the second wait is for a phase that is over",
+        hazards=(f"{STALE}|{DEADLOCK}",),
+        also=AFTER_STALE,
+        shows=WRONG,
+    ),
+    Mutant(
+        "tile-visited-twice",
+        "Doubled",
+        (Edit(D_STEP, "cute.arch.grid_dim()[0] * GROUPS - 1,"),),
+        "two CTAs store one tile, with nothing between them; that both store the same is luck",
+        hazards=("data-race|overwrite-before-copy-waited",),
+    ),
+    Mutant(
+        "tile-never-visited",
+        "Doubled",
+        (Edit(D_STEP, "cute.arch.grid_dim()[0] * GROUPS + 1,"),),
+        "every fifth tile is left out",
+        shows=WRONG,
+    ),
+    Mutant(
+        "setmaxnreg-by-one-warp",
+        "Doubled",
+        (
+            Edit(
+                "    phase = cutlass.Int32(0)\n",
+                "    phase = cutlass.Int32(0)\n    if leads:\n        cute.arch.setmaxregister_decrease(40)\n",
+            ),
+        ),
+        "setmaxnreg is one instruction of a warp group's four warps",
+        hazards=("setmaxnreg-not-whole-warp-group",),
+    ),
+)
+
+R_COMMIT = "        cute.arch.cp_async_commit_group()\n        # A thread's wait"
+R_WAIT = "        cute.arch.cp_async_wait_group(STAGES - 1)\n"
+R_SYNC = "        cute.arch.sync_threads()\n"
+R_LAST = f"        # The next copies land where this tile lies.\n{R_SYNC}"
+
+REVERSED = (
+    Mutant(
+        "wait-group-too-lax",
+        "Reversed",
+        (Edit(R_WAIT, R_WAIT.replace("STAGES - 1", "STAGES")),),
+        "the group that brings this tile may still be in flight",
+        hazards=(STALE,),
+        also=("exit-with-copy-in-flight", "overwrite-before-copy-waited"),
+        shows=WRONG,
+    ),
+    Mutant(
+        "wait-group-missing",
+        "Reversed",
+        (Edit(R_WAIT, ""),),
+        "nobody waits for any copy",
+        hazards=(STALE,),
+        also=("exit-with-copy-in-flight", "overwrite-before-copy-waited"),
+        shows=WRONG,
+    ),
+    Mutant(
+        "commit-missing",
+        "Reversed",
+        (Edit(R_COMMIT, "        # A thread's wait"),),
+        "copies that are in no group are not waited for",
+        hazards=(STALE,),
+        also=("exit-with-copy-in-flight", "overwrite-before-copy-waited"),
+        shows=WRONG,
+    ),
+    Mutant(
+        "sync-after-wait-dropped",
+        "Reversed",
+        (Edit(R_WAIT + R_SYNC, R_WAIT),),
+        "a thread's wait says nothing of the copies of others, which it reads",
+        hazards=(STALE,),
+        also=("uninitialised-shared-memory", "overwrite-while-read", "data-race"),
+    ),
+    Mutant(
+        "last-sync-dropped",
+        "Reversed",
+        (Edit(R_LAST, ""),),
+        "a warp that is ahead copies the next tile over the one that the other still reads",
+        hazards=("overwrite-while-read|data-race",),
+        also=(STALE,),
+    ),
+    Mutant(
+        "sync-of-a-warp-only",
+        "Reversed",
+        (Edit(R_LAST, R_LAST.replace("sync_threads", "sync_warp")),),
+        "a warp that is ahead copies the next tile over the one that the other still reads",
+        hazards=("overwrite-while-read|data-race",),
+        also=(STALE,),
+    ),
+    Mutant(
+        "stages-aliased",
+        "Reversed",
+        (Edit("ring[None, piece, tile % STAGES]", "ring[None, piece, 0]"),),
+        "both stages are one: a copy lands on one that is still in flight, and half of the ring stays uninitialised",
+        hazards=("overwrite-before-copy-waited", "uninitialised-shared-memory"),
+        also=("overwrite-while-read", STALE),
+        shows=WRONG,
+    ),
+    Mutant(
+        "copy-past-the-end",
+        "Reversed",
+        (Edit("tile + STAGES - 1 < tiles", "tile + STAGES - 1 <= tiles"),),
+        "the last copy reads beyond the source",
+        hazards=("global-out-of-bounds",),
+    ),
+)
+
 # Changes that leave the protocol whole, by the PTX ISA and what docs/emulator.md reads into it: not to be flagged.
 EQUIVALENT = (
     Mutant(
@@ -1139,7 +1488,7 @@ EQUIVALENT = (
     ),
 )
 
-MUTANTS = V0 + V1 + V2 + V3 + V4 + V5 + V6
+MUTANTS = V0 + V1 + V2 + V3 + V4 + V5 + V6 + CLUSTER_SUM + DOUBLED + REVERSED
 
 
 CLEAN = {
@@ -1150,6 +1499,9 @@ CLEAN = {
     "v4": Setting("128x32x16,stages=3,raster=2", (312, 24, 104)),
     "v5": Setting("128x32x16,stages=3,raster=2", (312, 24, 104)),
     "v6": Setting("256x256x16,stages=3", (248, 248, 104)),
+    "ClusterSum": None,
+    "Doubled": None,
+    "Reversed": None,
 }
 """More k_tiles than the ring has stages and some more; edges ragged in M, N and K; several CTAs where that is cheap."""
 
@@ -1164,7 +1516,7 @@ def test_a_seeded_bug_is_named(mutant, tmp_path, all_configs):
     if mutant.slow and not all_configs:
         pytest.skip("one of the slow ones, which need --all-configs")
     module = build(tmp_path, mutant.kernel, mutant.edits, mutant.name)
-    runner = Runner(module, mutant.setting or SETTINGS[mutant.kernel])
+    runner = Runner(module, mutant.kernel, mutant.setting or SETTINGS.get(mutant.kernel))
     outcomes = {schedule: runner.run(schedule) for schedule in SCHEDULES}
     for seed in range(1, EVIDENCE_SEEDS if mutant.shows == WRONG else 0):
         if any(outcome.wrong for outcome in outcomes.values()):
@@ -1176,7 +1528,7 @@ def test_a_seeded_bug_is_named(mutant, tmp_path, all_configs):
 
 @pytest.mark.parametrize("kernel", CLEAN)
 def test_a_clean_kernel_is_not_flagged(kernel, tmp_path):
-    runner = Runner(build(tmp_path, kernel), CLEAN[kernel])
+    runner = Runner(build(tmp_path, kernel), kernel, CLEAN[kernel])
     for schedule, seed in [("round_robin", 0), ("adversarial", 0), *(("random", seed) for seed in range(CLEAN_SEEDS))]:
         outcome = runner.run(schedule, seed)
         assert outcome.report.ok and not outcome.wrong, f"{schedule}, seed {seed}: {outcome.report}"
@@ -1184,7 +1536,7 @@ def test_a_clean_kernel_is_not_flagged(kernel, tmp_path):
 
 @pytest.mark.parametrize("change", EQUIVALENT, ids=str)
 def test_a_change_that_breaks_nothing_is_not_flagged(change, tmp_path):
-    runner = Runner(build(tmp_path, change.kernel, change.edits, change.name), SETTINGS[change.kernel])
+    runner = Runner(build(tmp_path, change.kernel, change.edits, change.name), change.kernel, SETTINGS[change.kernel])
     for schedule in SCHEDULES:
         outcome = runner.run(schedule)
         assert outcome.report.ok and not outcome.wrong, f"{change.why}\n{outcome.report}"
