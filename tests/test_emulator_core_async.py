@@ -191,6 +191,21 @@ DONE:
     assert out.tolist() == [0] * 32 + [3000 + 3 * i for i in range(32)]
 
 
+@every_schedule
+def test_a_barrier_of_one_warp_orders_nothing_between_warps(schedule):
+    """Four warps each complete a barrier for 32 threads by themselves: a race stays a race."""
+    out = np.zeros(128, np.uint32)
+    smem = "\t.shared .align 4 .b8 cell[4];\n"
+    body = """
+	mov.b32 %r1, cell;
+	st.shared.b32 [%r1], 1;
+	bar.sync 1, 32;
+	ld.shared.b32 %r2, [%r1];
+""" + store(0, "%r2")
+    report = run(body, {"out": out}, smem=smem, threads=128, options={"schedule": schedule})
+    assert report.deadlock is None and {h.kind for h in report.hazards} == {"data-race"}
+
+
 def test_barrier_reductions():
     out = np.zeros(96, np.uint32)
     body = """

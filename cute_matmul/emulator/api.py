@@ -27,6 +27,7 @@ def run(
     max_steps: int | None = None,
     suppress: Sequence[Suppression] = (),
     arithmetic: str = "fast",
+    memory: Sequence[tuple[str, Any]] = (),
     **kwargs: Any,
 ) -> Report:
     """Execute a CuTe DSL host function on the CPU and report what happened. No GPU or driver is needed.
@@ -40,6 +41,7 @@ def run(
         check: look for hazards. trace: record a timeline.
         max_steps: scheduler steps after which the run stops with the table of a deadlock.
         suppress: hazards to set apart, each with a reason.
+        memory: (label, CPU tensor) pairs of further global memory, for kernels that get raw pointers in tensors.
         arithmetic: "fast" (sums in float32) or "truncating" (closer to the hardware's adder, much slower).
 
     Raises:
@@ -67,7 +69,7 @@ def run(
             report=report,
         )
 
-    program.run(*args, on_launch=on_launch, **kwargs)
+    program.run(*args, on_launch=on_launch, memory=memory, **kwargs)
     return report
 
 
@@ -153,15 +155,16 @@ def run_launch(
     )
     engine.run()
     report.kernels += (launch.kernel,)
-    found = (
-        hazards.finish(stopped=engine.stopped or engine.deadlock is not None)
-        if hazards is not None
-        else _plain(engine, describe)
-    )
+    # In a true deadlock what is still due at the barriers is its cause; after a cut it means nothing.
+    cut = engine.stopped or (engine.deadlock is not None and engine.deadlock["reason"] != "deadlock")
+    found = hazards.finish(stopped=cut) if hazards is not None else _plain(engine, describe)
     report.suppress(found, suppress)
     if engine.deadlock is not None:
         report.deadlock = Deadlock(
-            engine.deadlock["reason"], launch.kernel, tuple(engine.deadlock["rows"]), engine.deadlock["steps"]
+            engine.deadlock["reason"],
+            launch.kernel,
+            tuple(row | {"role": role(row["cta"] * warps_per_cta + row["warp"])} for row in engine.deadlock["rows"]),
+            engine.deadlock["steps"],
         )
     report.stopped |= engine.stopped
     _count(report, engine)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from cute_matmul.emulator import arithmetic, ops, printf, schedule, translate
+from cute_matmul.emulator import arithmetic, ops, printf, schedule, tensormap, translate
 from cute_matmul.emulator.errors import EmulatorError
 from cute_matmul.emulator.mbarrier import LOW_MASK, Barriers
 from cute_matmul.emulator.memory import SLOT_SHIFT, AddressSpaces, Stop
@@ -143,7 +143,7 @@ class Engine(AddressSpaces, Barriers, Units):
 
     def hazards_seen(self) -> bool:
         """Whether any hazard has been recorded."""
-        return bool(self.own_hazards) or (self.hazards is not None and bool(self.hazards.findings))
+        return bool(self.own_hazards) or (self.hazards is not None and self.hazards.any_found())
 
     def tally(self, G, unit: str, mask, nbytes: float) -> None:
         """Count bytes moved by loads and stores: `nbytes` per active lane."""
@@ -208,6 +208,7 @@ class Engine(AddressSpaces, Barriers, Units):
         self.cluster_lanes: dict[int, np.ndarray] = {}
         self.specials: dict[str, np.ndarray] = {}
         self.held: dict[int, list[Fragment]] = {}
+        self.mma_waiters: list[tuple[Fragment, int]] = []
         self.ready: dict[int, list] = {}
         self.live_lanes = np.ones((warps, 32), bool)
         self.live_warps = np.full(slots, per)
@@ -325,6 +326,8 @@ class Engine(AddressSpaces, Barriers, Units):
             self.run_try_wait(G, node)
         elif kind == "bar":
             self.run_barrier(G, node)
+        elif kind == "mma":
+            self.run_mma_wait(G, node)
         else:
             self.run_cluster_wait(G, node)
 
@@ -443,6 +446,9 @@ class Engine(AddressSpaces, Barriers, Units):
 
     def _unblock(self) -> bool:
         """Nobody is ready: let something land, or time out. False when all is done or there is a deadlock."""
+        if self.mma_waiters:
+            self.release_mma_waiters()
+            return True
         if self._land_needed():
             return True
         blocked = self._blocked()
@@ -496,6 +502,7 @@ class Engine(AddressSpaces, Barriers, Units):
         out += [f for fragments in self.partial.values() for f in fragments]
         out += [f for b in self.cluster_barriers.values() for f, _ in b.waiting]
         out += [f for fragments in self.held.values() for f in fragments]
+        out += [f for f, _ in self.mma_waiters]
         return out
 
     def _deadlock(self, reason: str) -> dict:
@@ -525,8 +532,7 @@ class Engine(AddressSpaces, Barriers, Units):
                 barrier = self.named.get(key)
                 row["barrier"] = key[1]
                 if barrier is not None:
-                    needed = barrier.needed if barrier.needed is not None else int(self.live_warps[key[0]])
-                    row["pending_arrivals"] = 32 * (needed - barrier.arrived)
+                    row["pending_arrivals"] = 32 * (self.warps_needed(key, barrier) - barrier.arrived)
             elif what == "cluster barrier":
                 row["barrier"] = f"cluster {key + self.cta_base // self.cluster_size}"
                 barrier = self.cluster_barriers[key]
@@ -746,6 +752,7 @@ class Engine(AddressSpaces, Barriers, Units):
 
 
 RULES = {
+    **{f"tensor-map-{rule}": f"a tensor copy breaks the rules of its {rule}" for rule in tensormap.RULES},
     "global-out-of-bounds": "global memory is accessed outside the tensors",
     "shared-out-of-bounds": "shared memory is accessed outside what the CTA has",
     "local-out-of-bounds": "local memory is accessed outside what the thread has",

@@ -52,6 +52,34 @@ class ClusterBarrier:
     waiting: list = field(default_factory=list)  # (fragment, node)
 
 
+class _Arrivals:
+    """Arrivals of a group's warps at named barriers, one after the other: a full barrier completes before the next."""
+
+    def __init__(self, engine, G, src: int, numbers: list[int]) -> None:
+        self.engine, self.G, self.src, self.numbers = engine, G, src, numbers
+        self.rows: list[int] = []
+        self.full: dict[tuple[int, int], None] = {}
+
+    def add(self, row: int, key: tuple[int, int], count: int | None) -> NamedBarrier:
+        if key in self.full:
+            self.finish()
+        barrier = self.engine.named.setdefault(key, NamedBarrier())
+        self.engine.check_count(self.G, self.src, barrier, count)
+        barrier.arrived += 1
+        self.rows.append(row)
+        if barrier.arrived >= self.engine.warps_needed(key, barrier):
+            self.full[key] = None
+        return barrier
+
+    def finish(self) -> None:
+        if self.rows:
+            rows = np.array(self.rows)
+            for o in self.engine.observers:
+                o.bar_arrive(self.G.agents[rows], self.src, np.array(self.numbers)[rows])
+        self.engine.finish_named(self.full)
+        self.rows, self.full = [], {}
+
+
 class Barriers:
     """Mixin of the engine: what generated code and the scheduler do with barriers."""
 
@@ -305,8 +333,9 @@ class Barriers:
         """bar.sync and bar.red: arrive, and block until the barrier completes."""
         number, count, predicate = self.function(node, G)(self, G, G.ix, G.mask)
         src = node.start
-        numbers = np.broadcast_to(number, (G.count, 32))[:, 0].tolist()
-        counts = np.broadcast_to(count, (G.count, 32))[:, 0].tolist() if count is not None else None
+        every, lane = np.arange(G.count), G.active.argmax(axis=1)
+        numbers = np.broadcast_to(number, (G.count, 32))[every, lane].tolist()
+        counts = np.broadcast_to(count, (G.count, 32))[every, lane].tolist() if count is not None else None
         ids = set(numbers)
         if any(not 0 <= n < 16 for n in ids):
             self.stop_at(G, src, "barrier-number", f"barrier {max(ids)}; a CTA has 0 to 15")
@@ -319,26 +348,18 @@ class Barriers:
             return
         self.changes += 1
         slots = G.slots.tolist()
-        arrived_rows, touched = [], []
+        arrivals = _Arrivals(self, G, src, numbers)
         for row, fragment in enumerate(G.fragments):
             key = (slots[row], numbers[row])
             fragment.blocked = ("barrier", key, None, src)
             fragments = self._warp_arrives(fragment, (fragment.warp, "bar", src))
             if fragments is None:
                 continue
-            barrier = self.named.setdefault(key, NamedBarrier())
-            self._count(G, src, barrier, counts[row] if counts else None)
+            barrier = arrivals.add(row, key, counts[row] if counts else None)
             if predicate is not None:
                 barrier.predicates.append(np.broadcast_to(predicate, (G.count, 32))[row])
-            barrier.arrived += 1
             barrier.waiting += [(f, node.index) for f in fragments]
-            arrived_rows.append(row)
-            touched.append(key)
-        if arrived_rows:
-            rows = np.array(arrived_rows)
-            for o in self.observers:
-                o.bar_arrive(G.agents[rows], src, np.array(numbers)[rows])
-            self.finish_named(dict.fromkeys(touched))
+        arrivals.finish()
 
     def _whole_ctas(self, G, number: int, counts) -> bool:
         """Whether the group is whole CTAs of live warps and nothing else has arrived at the barrier."""
@@ -356,7 +377,8 @@ class Barriers:
     def named_busy(self, G, number: int) -> bool:
         return bool(self.named) and any((slot, number) in self.named for slot in set(G.slots.tolist()))
 
-    def _count(self, G, src, barrier: NamedBarrier, count) -> None:
+    def check_count(self, G, src, barrier: NamedBarrier, count) -> None:
+        """Note how many warps a barrier waits for; all that arrive must agree."""
         needed = None
         if count is not None:
             if count % 32 or count <= 0:
@@ -367,25 +389,21 @@ class Barriers:
         barrier.needed = needed
 
     def bar_arrive(self, G, src, number, count, mask) -> None:
-        numbers = np.broadcast_to(number, (G.count, 32))[:, 0].tolist()
-        counts = np.broadcast_to(count, (G.count, 32))[:, 0].tolist()
         active = G.active if mask is None else np.broadcast_to(mask, (G.count, 32))
+        every, lane = np.arange(G.count), active.argmax(axis=1)
+        numbers = np.broadcast_to(number, (G.count, 32))[every, lane].tolist()
+        counts = np.broadcast_to(count, (G.count, 32))[every, lane].tolist()
         slots = G.slots.tolist()
-        rows, touched = [], []
-        for row in range(G.count):
-            if not active[row].any():
-                continue
-            key = (slots[row], numbers[row])
-            barrier = self.named.setdefault(key, NamedBarrier())
-            self._count(G, src, barrier, counts[row])
-            barrier.arrived += 1
-            rows.append(row)
-            touched.append(key)
         self.changes += 1
-        if rows:
-            for o in self.observers:
-                o.bar_arrive(G.agents[np.array(rows)], src, np.array(numbers)[rows])
-            self.finish_named(dict.fromkeys(touched))
+        arrivals = _Arrivals(self, G, src, numbers)
+        for row in range(G.count):
+            if active[row].any():
+                arrivals.add(row, (slots[row], numbers[row]), counts[row])
+        arrivals.finish()
+
+    def warps_needed(self, key: tuple[int, int], barrier: NamedBarrier) -> int:
+        """Warps that complete the barrier of key (slot, number)."""
+        return barrier.needed if barrier.needed is not None else int(self.live_warps[key[0]])
 
     def finish_named(self, keys) -> None:
         """Complete those of the barriers that have all arrivals."""
@@ -394,8 +412,7 @@ class Barriers:
             barrier = self.named.get(key)
             if barrier is None:
                 continue
-            needed = barrier.needed if barrier.needed is not None else int(self.live_warps[key[0]])
-            if barrier.arrived < needed or not barrier.arrived:
+            if barrier.arrived < self.warps_needed(key, barrier) or not barrier.arrived:
                 continue
             del self.named[key]
             self._reduce(barrier)

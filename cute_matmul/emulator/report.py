@@ -31,7 +31,7 @@ class Suppression:
 class Deadlock:
     """No warp could go on ("deadlock"), or the step limit was reached. One row per blocked warp.
 
-    Rows have cta, warp, lanes, line, instruction, waits_for, and where they apply barrier, parity, phase,
+    Rows have cta, warp, role, lanes, line, instruction, waits_for, and where they apply barrier, parity, phase,
     pending_arrivals (threads for named and cluster barriers) and pending_bytes.
     """
 
@@ -44,15 +44,15 @@ class Deadlock:
         """Who waits where for what, equal rows of neighbouring warps and CTAs merged."""
         merged: dict[tuple, list[tuple[int, int]]] = {}
         for row in self.rows:
-            key = tuple(
-                str(row.get(name, ""))
-                for name in ("line", "waits_for", "barrier", "parity", "phase", "pending_arrivals", "pending_bytes")
-            )
+            names = ("role", "line", "waits_for", "barrier", "parity", "phase", "pending_arrivals", "pending_bytes")
+            key = tuple(str(row.get(name, "")) for name in names)
             merged.setdefault(key, []).append((row["cta"], row["warp"]))
-        lines = [("CTA", "warps", "line", "waits for", "barrier", "parity", "phase", "arrivals due", "bytes due")]
+        lines = [
+            ("CTA", "warps", "role", "line", "waits for", "barrier", "parity", "phase", "arrivals due", "bytes due")
+        ]
         for key, who in merged.items():
             ctas, warps = sorted({c for c, _ in who}), sorted({w for _, w in who})
-            lines.append((ranges(ctas), ranges(warps), shorten(key[0]), *key[1:]))
+            lines.append((ranges(ctas), ranges(warps), key[0], shorten(key[1]), *key[2:]))
         return table(lines)
 
     def __str__(self) -> str:

@@ -6,7 +6,8 @@ random: a seeded choice among groups, single warps and landings at every step; a
     before its wait; a try_wait may give up early.
 adversarial: warps have an order of priority (the last warp first with seed 0, else shuffled by the seed) and each
     runs as far as it can before the next moves, so that the others lag as far behind as synchronisation lets them;
-    a copy lands when nobody can move without it; a WGMMA executes, and reads shared memory, at its wait.
+    a copy lands when nobody can move without it; a WGMMA executes, and reads shared memory, when its wait is all
+    that is left to do, after the copies issued in the meantime.
 
 CTAs of different clusters take their steps together: nothing but global memory lets them tell.
 """
@@ -23,7 +24,7 @@ class RoundRobin:
     """Earliest node first, with a turn for whoever waited longest every `PATIENCE` steps."""
 
     mma_at_issue = True
-    eager = True
+    mma_when_stuck = False
 
     def __init__(self, seed: int) -> None:
         self.since: dict[int, int] = {}
@@ -61,7 +62,7 @@ class Random:
     """Seeded choices."""
 
     mma_at_issue = False
-    eager = False
+    mma_when_stuck = False
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -98,7 +99,7 @@ class Adversarial:
     """Fixed priorities; landings only when nothing else can happen."""
 
     mma_at_issue = False
-    eager = False
+    mma_when_stuck = True
     QUANTUM = 2000
 
     def __init__(self, seed: int) -> None:

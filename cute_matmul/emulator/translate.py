@@ -189,11 +189,13 @@ def kind_of(ins: Instruction) -> str:
 _WAITS = re.compile(r"mbarrier\.(try_wait|test_wait)")
 _BARRIER_SYNC = re.compile(r"(bar|barrier)(\.cta)?\.(sync|red)\b")
 _CLUSTER_WAIT = re.compile(r"barrier\.cluster\.wait")
+_MMA_WAIT = re.compile(r"wgmma\.wait_group")
+_BLOCKING = (_WAITS, _BARRIER_SYNC, _CLUSTER_WAIT, _MMA_WAIT)
 
 
 @dataclass
 class Node:
-    """Instructions [start, end). `kind`: 'segment', 'try' (mbarrier wait), 'bar', 'cluster'.
+    """Instructions [start, end). `kind`: 'segment', 'try' (mbarrier wait), 'bar', 'cluster', 'mma' (wgmma wait).
 
     `target` and `fall` are node numbers: where a taken branch and where everything else goes on; the number of
     nodes stands for the exit. `join` is the node where both sides of the branch meet again. `gather` says that
@@ -275,7 +277,7 @@ class Program:
                 leaders |= {ins.target, ins.index + 1}
             elif base in ("ret", "exit"):
                 leaders.add(ins.index + 1)
-            elif _WAITS.match(ins.opcode) or _BARRIER_SYNC.match(ins.opcode) or _CLUSTER_WAIT.match(ins.opcode):
+            elif any(pattern.match(ins.opcode) for pattern in _BLOCKING):
                 leaders |= {ins.index, ins.index + 1}
         # A segment with a wgmma starts at its first one, so that warp groups gather there.
         ordered = sorted(leaders)
@@ -309,6 +311,10 @@ class Program:
                 node.kind = "bar"
             elif _CLUSTER_WAIT.match(last.opcode):
                 node.kind = "cluster"
+            elif _MMA_WAIT.match(last.opcode):
+                node.kind = "mma"
+                if last.guard is not None:
+                    raise UnknownInstruction(self.kernel.name, last, "a guard on wgmma")
             first = instructions[node.start]
             node.gather = first.opcode.startswith("wgmma.mma_async")
             for ins in instructions[node.start : node.end]:
@@ -1835,11 +1841,6 @@ class _Writer:
             self.emit(f"E.wgmma_fence(G, {self.src()})")
         elif action == "commit_group":
             self.emit(f"E.wgmma_commit(G, {self.src()})")
-        elif action == "wait_group":
-            accumulators = [Reg(32, i) for i in self.program.accumulators]
-            self.flush(set(accumulators))
-            self.emit(f"E.wgmma_wait(G, {self.src()}, {ins.operands[0].value})")
-            self.forget(accumulators)
         else:
             self.unknown("form")
 

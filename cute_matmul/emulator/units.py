@@ -29,6 +29,7 @@ class Copy:
     nbytes: int
     barriers: tuple[int, ...] = ()
     done: bool = False
+    step: int = 0
 
 
 @dataclass(eq=False)
@@ -44,6 +45,11 @@ class WarpCopies:
     read: np.ndarray
     mask: np.ndarray
     left: np.ndarray
+    step: int = 0
+
+    @property
+    def agent(self) -> int:
+        return int(self.agents[0])
 
 
 @dataclass(eq=False)
@@ -61,6 +67,7 @@ class WarpGroupMma:
     accumulators: np.ndarray
     fragments: np.ndarray | None
     left: np.ndarray
+    step: int = 0
 
 
 class BulkGroups:
@@ -151,7 +158,8 @@ class Units:
             )  # fmt: skip
             raise Stop
 
-    def _launch(self, copy: Copy) -> None:
+    def _launch(self, copy: Copy | WarpCopies) -> None:
+        copy.step = self.steps
         self.in_flight.append(copy)
         self.changes += 1
 
@@ -201,7 +209,7 @@ class Units:
                 self._copy_error(G, src, row, error)
             self._check_rows(G, src, row, plan)
             for target, _ in targets:
-                self._check_room(G, src, row, target, nbytes)
+                self._check_room(G, src, row, target, tm.span_bytes)
             agent = int(G.agents[row])
             shadow += [(agent, target, bar, plan, nbytes) for target, bar in targets]
             self.count_bytes("TMA load", agent, nbytes * len(targets))
@@ -210,11 +218,11 @@ class Units:
                 # The first destination reads global memory; the others get the same bytes.
                 first = targets[0][0]
                 offset = first & OFFSET_MASK
-                source = self.smem[first >> SLOT_SHIFT, offset : offset + tm.box_bytes]
+                source = self.smem[first >> SLOT_SHIFT, offset : offset + tm.span_bytes]
                 tensormap.load(self, tm, at, offset, source)
                 for other, _ in targets[1:]:
                     offset = other & OFFSET_MASK
-                    self.smem[other >> SLOT_SHIFT, offset : offset + tm.box_bytes] = source
+                    self.smem[other >> SLOT_SHIFT, offset : offset + tm.span_bytes] = source
 
             self._launch(Copy(src, agent, land, nbytes, tuple(bar for _, bar in targets)))
         if self.observers:
@@ -256,7 +264,7 @@ class Units:
             issued.add(key)
             tm = self._descriptor(G, src, maps[i])
             offset = where[i] & OFFSET_MASK
-            self._check_room(G, src, row, where[i], tm.box_bytes)
+            self._check_room(G, src, row, where[i], tm.span_bytes)
             try:
                 plan = tm.plan(at[i], offset, store=True)
             except tensormap.TensorMapError as error:
@@ -266,7 +274,7 @@ class Units:
             agent = int(G.agents[row])
 
             def land(tm=tm, at=at[i], slot=where[i] >> SLOT_SHIFT, offset=offset):
-                data = self.smem[slot, offset : offset + tm.box_bytes]
+                data = self.smem[slot, offset : offset + tm.span_bytes]
                 if reduction is None:
                     tensormap.store(self, tm, at, offset, data)
                 else:
@@ -634,7 +642,7 @@ class Units:
                 self.tracer.wgmma(agents, src, cells, acc_ids, a_ids, op=spec)
         which, slots = self.wg[warps[:, 0]], G.slots.reshape(groups, 4)[:, 0]
         op = WarpGroupMma(
-            src, spec, which, warps, slots, a, b, keep, accumulators, fragments, np.ones(groups, bool)
+            src, spec, which, warps, slots, a, b, keep, accumulators, fragments, np.ones(groups, bool), self.steps
         )  # fmt: skip
         for group in op.groups.tolist():
             queue = self.mma_queue.get(group)
@@ -770,18 +778,57 @@ class Units:
             self.run_mma(op, rows)
             due = {g: upto for g, upto in due.items() if self.mma_done[g] < upto}
 
-    def wgmma_wait(self, G, src, pending: int) -> None:
+    def _due(self, warps: list[int], pending: int) -> dict[int, int]:
+        """Instructions that a wait by these warps waits for: warp group -> number of its instructions to be done."""
         due: dict[int, int] = {}
-        for warp in G.warps.tolist():
+        for warp in warps:
             commits = self.mma_commits.get(warp)
             if commits and len(commits) > pending:
                 group = int(self.wg[warp])
                 upto = commits[-1 - pending]
                 if upto > self.mma_done.get(group, 0):
                     due[group] = max(due.get(group, 0), upto)
-        self._run_due(due)
+        return due
+
+    def run_mma_wait(self, G, node) -> None:
+        """wgmma.wait_group. Under a schedule that puts execution off, warps block until nobody else can run."""
+        src = node.start
+        pending = self.program.instructions[src].operands[0].value
+        due = self._due(G.warps.tolist(), pending)
+        if due and self.schedule.mma_when_stuck:
+            go = [row for row, fragment in enumerate(G.fragments) if int(self.wg[fragment.warp]) not in due]
+            for fragment in G.fragments:
+                if int(self.wg[fragment.warp]) in due:
+                    fragment.blocked = ("wgmma", int(self.wg[fragment.warp]), None, src)
+                    self.mma_waiters.append((fragment, node.index))
+            if not go:
+                return
+            G = G if len(go) == G.count else G.pick(go)
+        else:
+            self._run_due(due)
         for o in self.observers:
             o.wgmma_wait(G.agents, pending)
+        self.move(G, node.fall)
+
+    def release_mma_waiters(self) -> None:
+        """Execute what blocked warps wait for, after the copies issued since: those may overwrite the operands."""
+        waiters, self.mma_waiters = self.mma_waiters, []
+        due: dict[int, int] = {}
+        for fragment, number in waiters:
+            pending = self.program.instructions[self.program.nodes[number].start].operands[0].value
+            for group, upto in self._due([fragment.warp], pending).items():
+                due[group] = max(due.get(group, 0), upto)
+        oldest = {group: self.mma_queue[group][0].step for group in due}
+        if oldest:
+            later = [c for c in self.in_flight if c.step > min(oldest.values())]
+            chosen = {id(c) for c in later}
+            self.in_flight = deque(c for c in self.in_flight if id(c) not in chosen)
+            for copy in later:
+                self.land(copy)
+        self._run_due(due)
+        for fragment, number in waiters:
+            fragment.blocked = None
+            self.wake(fragment, number)
 
     # Synchronous matrix instructions
 
