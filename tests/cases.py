@@ -115,7 +115,7 @@ def configs() -> list[tuple[str, TileConfig]]:
 
 
 def accumulates_fp32(variant: str) -> bool:
-    return registry.get(variant).load().RESOURCES.accumulator_bytes == 4
+    return registry.get(variant).accumulator == "float32"
 
 
 def accepted_dtypes(variant: str) -> tuple[str, ...]:
@@ -264,32 +264,11 @@ def refused(arguments: str | tuple[str, ...], kind: type[Exception] = Unsupporte
 
 def assert_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, variant: str, rows: int = 1 << 14) -> None:
     """Within the bound of the variant's accumulation, in blocks of rows so that a large product fits."""
+    accumulator = registry.get(variant).accumulator
     for first in range(0, max(1, out.shape[0]), rows):
         block = slice(first, first + rows)
-        if accumulates_fp32(variant):
-            checked = problem.check(out[block], a[block], b)
-            assert checked.ok, f"rows from {first}: {checked}"
-        else:
-            _assert_right_in_fp16(out[block], a[block], b)
-
-
-def _assert_right_in_fp16(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """No farther from the float64 product than twice a sum that is rounded to fp16 after each K step of 16."""
-    if out.numel() == 0:
-        return
-    rounded = torch.zeros_like(out)
-    with problem._fp32_reduction():
-        for k in range(0, a.shape[1], 16):
-            step = a[:, k : k + 16].float() @ b[k : k + 16].float()
-            rounded = (rounded.float() + step).to(out.dtype)
-    assert torch.equal(out.isnan(), rounded.isnan())
-    infinite = rounded.isinf()
-    assert torch.equal(out[infinite], rounded[infinite]) and not out[~infinite].isinf().any()
-    finite = rounded.isfinite()
-    exact = problem.reference(a, b)
-    ours, allowed = (torch.where(finite, x.double() - exact, 0) for x in (out, rounded))
-    for distance in (torch.linalg.vector_norm, lambda error: error.abs().max()):
-        assert distance(ours) <= 2 * distance(allowed), (distance(ours).item(), distance(allowed).item())
+        checked = problem.check(out[block], a[block], b, accumulator=accumulator)
+        assert checked.ok, f"rows from {first}: {checked}"
 
 
 def check_product(

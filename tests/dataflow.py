@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 _REGISTER = re.compile(r"%[a-z]+\d+")
 # Comments and line information, which ends with its line and not with a semicolon.
@@ -67,23 +68,27 @@ class Loop:
     def find(self, opcode: str) -> list[Instruction]:
         return [instruction for instruction in self.body if instruction.opcode.startswith(opcode)]
 
-    @property
+    @cached_property
     def carried(self) -> frozenset[str]:
         """Registers whose value in one turn comes from their value in the turn before."""
-        return frozenset(r for i in self.body for r in i.writes if r in self.sources(i.reads))
+        return frozenset(r for r, reads in self._read_for.items() if r in self.sources(frozenset(reads)))
+
+    @cached_property
+    def _read_for(self) -> dict[str, set[str]]:
+        """What the instructions that write a register read."""
+        reads: dict[str, set[str]] = {}
+        for instruction in self.body:
+            for written in instruction.writes:
+                reads.setdefault(written, set()).update(instruction.reads)
+        return reads
 
     def sources(self, registers: frozenset[str]) -> frozenset[str]:
         """`registers` and all that their values are computed from inside the loop."""
         known, todo = set(registers), list(registers)
-        writers: dict[str, set[str]] = {}
-        for instruction in self.body:
-            for written in instruction.writes:
-                writers.setdefault(written, set()).update(instruction.reads)
         while todo:
-            for register in writers.get(todo.pop(), ()):
-                if register not in known:
-                    known.add(register)
-                    todo.append(register)
+            new = self._read_for.get(todo.pop(), set()) - known
+            known |= new
+            todo += new
         return frozenset(known)
 
     def carried_sources(self, operand: str) -> frozenset[str]:

@@ -145,14 +145,14 @@ def test_the_supported_dsl_is_the_pinned_one():
 COMPILE = """
 import hashlib, json
 from cute_matmul.compile import compile_kernel
-kernels = [compile_kernel("v1", "64x128x16"), compile_kernel("v2", "64x128x16,stages=2", "bfloat16", "m", "n")]
-print(json.dumps([[hashlib.sha256(d).hexdigest() for d in (k.ptx.encode(), k.cubin)] for k in kernels]))
+kernel = compile_kernel("v1", "64x128x16")
+print(json.dumps([hashlib.sha256(data).hexdigest() for data in (kernel.ptx.encode(), kernel.cubin)]))
 """
 
 
 def test_the_same_code_whatever_the_environment(tmp_path):
     """CUTE_DSL_ARCH unset or of another architecture, no GPU, another hash seed: the same PTX and machine code."""
-    settings = ({}, {"CUTE_DSL_ARCH": "sm_80"}, {"CUTE_DSL_ARCH": "sm_100a", "CUTE_DSL_DUMP_DIR": "/nonexistent"})
+    settings = ({}, {"CUTE_DSL_ARCH": "sm_100a", "CUTE_DSL_DUMP_DIR": "/nonexistent"})
     processes = []
     for number, variables in enumerate(settings):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_")}
@@ -171,9 +171,8 @@ def test_the_same_code_whatever_the_environment(tmp_path):
             )
         )
     outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], [error[-2000:] for _, error in outputs]
-    digests = [json.loads(output) for output, _ in outputs]
-    assert digests[0] == digests[1] == digests[2]
+    assert [process.returncode for process in processes] == [0, 0], [error[-2000:] for _, error in outputs]
     here = compile_kernel("v1", "64x128x16")
-    assert digests[0][0] == [hashlib.sha256(data).hexdigest() for data in (here.ptx.encode(), here.cubin)]
-    assert not [path for number in range(3) for path in (tmp_path / str(number)).iterdir()], "files were left behind"
+    expected = [hashlib.sha256(data).hexdigest() for data in (here.ptx.encode(), here.cubin)]
+    assert [json.loads(output) for output, _ in outputs] == [expected, expected]
+    assert not [path for folder in tmp_path.iterdir() for path in folder.iterdir()], "files were left behind"
