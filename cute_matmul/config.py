@@ -37,7 +37,8 @@ SM_REGISTERS = 65536
 
 SM_SMEM = 228 * 1024
 CTA_RESERVED_SMEM = 1024
-"""Bytes of shared memory an SM has, and how many of them the driver takes per CTA (same source)."""
+SMEM_GRANULE = 128
+"""Bytes of shared memory an SM has, how many of them the driver takes per CTA, and in what steps (same source)."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class Resources:
     barriers_per_stage, other_barriers: mbarriers. accumulator_bytes: 4 for fp32, 2 for fp16.
     epilogue_fraction: the epilogue's shared buffer, as a fraction 1/n of the output tile (0: none).
     grid_dims: 2 if the grid is (m_tiles, n_tiles), 1 if a TileOrder walks it.
+    max_ctas_per_sm: no more CTAs than this shall share an SM (0: as many as fit). A CTA then asks for shared memory
+    that it does not use, where it would leave room for another.
     """
 
     threads: int
@@ -122,6 +125,7 @@ class Resources:
     accumulator_bytes: int = 4
     epilogue_fraction: int = 0
     grid_dims: int = 2
+    max_ctas_per_sm: int = 0
 
     def accumulator_registers(self, config: TileConfig) -> int:
         """32-bit registers per thread that hold accumulators."""
@@ -134,10 +138,14 @@ class Resources:
         return tile_m * tile_n * element_bytes // self.epilogue_fraction if self.epilogue_fraction else 0
 
     def smem_bytes(self, config: TileConfig, element_bytes: int = 2) -> int:
-        """Bytes of shared memory a CTA asks for at launch: operand ring, epilogue buffer, barriers."""
+        """Bytes of shared memory a CTA asks for at launch: operand ring, epilogue buffer, barriers, reserve."""
         barriers = self.barriers_per_stage * config.num_stages + self.other_barriers
         buffers = config.num_stages * tx_bytes(config, element_bytes) + self.epilogue_bytes(config, element_bytes)
-        return buffers + barriers * BARRIER_BYTES
+        used = buffers + barriers * BARRIER_BYTES
+        if not self.max_ctas_per_sm:
+            return used
+        too_little = SM_SMEM // (self.max_ctas_per_sm + 1) - CTA_RESERVED_SMEM  # one more CTA would fit
+        return max(used, too_little + SMEM_GRANULE)
 
     def ctas_per_sm(self, config: TileConfig, element_bytes: int = 2) -> int:
         """CTAs that an SM's registers and shared memory hold together; what the compiler is asked to allow."""
