@@ -7,6 +7,7 @@ name into a folder of the test.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,12 +46,13 @@ class Setting:
     """How a kernel is run: its configuration's text, and the extents of the problem (in elements).
 
     out_buffer: extents of the buffer that the output is a window of, and the window's first element's (row, column);
-    None: the output is a buffer of its own.
+    None: the output is a buffer of its own. edits: what makes the kernel smaller, and is no bug.
     """
 
     config: str
     mnk: tuple[int, int, int]
     out_buffer: tuple[tuple[int, int], tuple[int, int]] | None = None
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ class Mutant:
     also: tuple[str, ...] = ()
     shows: str = ""
     setting: Setting | None = None
-    slow: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel}-{self.name}"
@@ -90,9 +91,12 @@ class Outcome:
     report: Any
 
 
-def build(folder: Path, kernel: str, edits: Sequence[Edit] = (), name: str = "clean") -> ModuleType:
+_packages = itertools.count()
+
+
+def build(folder: Path, kernel: str, edits: Sequence[Edit] = ()) -> ModuleType:
     """The kernel with the edits, as a module of a package in `folder`. Raises AssertionError where one does not fit."""
-    package = f"mutant_{kernel}_{name}".replace(" ", "_").replace("-", "_")
+    package = f"mutant_{next(_packages)}"
     target = folder / package
     target.mkdir()
     (target / "__init__.py").touch()
@@ -135,12 +139,13 @@ class Matmul:
 
 
 class Runner:
-    """A compiled kernel with operands, to be run under several schedules.
+    """A kernel with edits, built in `folder` and compiled, with operands, to be run under several schedules.
 
-    module: of `build`. kernel: as it was called there. setting: for a variant.
+    setting: for a variant; the classes of mutation_kernels.py know their own.
     """
 
-    def __init__(self, module: ModuleType, kernel: str, setting: Setting | None = None) -> None:
+    def __init__(self, folder: Path, kernel: str, setting: Setting | None, edits: Sequence[Edit] = ()) -> None:
+        module = build(folder, kernel, (*edits, *(setting.edits if setting else ())))
         self.work = Matmul(module, setting) if setting else getattr(module, kernel)()
         self.program = emulator.Program.compile(self.work.host, *self.work.arguments(emulator.stream()))
 
