@@ -5,9 +5,11 @@ accumulates in fp16 (`f16.f16.f16`): 64 registers a thread instead of 128. The o
 a buffer of a quarter of the tile is filled by all consumers and stored by the producer warp with one bulk copy,
 four times.
 
-Why: a 256x256 tile reads half as many bytes per product as 128x256 does in each of A and B's larger dimension, and
-what it saves in data movement is power the tensor cores can use. The price is precision: the sum is rounded to
-fp16 after every 16 products, so its error grows with K. bf16 has no such form of WGMMA and is refused.
+Why: per product, a 256x256 tile moves two thirds of the bytes that 128x256 does, and under the power limit what is
+saved on moving data the tensor cores can use. The price is precision: the sum is rounded to fp16 after every 16
+products, so its error grows with sqrt(K). bf16 has no such form of WGMMA and is refused.
+
+What it did: 1.06 of cuBLAS, which adds in fp32. At K = 8192 its mean error is 17 times that of V5.
 """
 
 from __future__ import annotations
