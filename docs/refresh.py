@@ -8,8 +8,8 @@ stand between markers:
     <!-- docs:barriers v3 -->  the mbarriers of one CTA, from one run: who arrives, how often, who waits first for what
     <!-- /docs -->
 
-What stands between perf markers is left to perf/render.py, which this calls. `--check` writes nothing, names what
-is stale and exits with 1. Needs no GPU; needs nvdisasm (the extra `sass`).
+What stands between perf markers comes from perf/render.py, whose other pages and plots are refreshed too.
+`--check` writes nothing, names what is stale and exits with 1. Needs no GPU; needs nvdisasm (the extra `sass`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FIGURES = {
 }
 
 BARRIER_PROBLEM = 512
-"""K of the run that the tables of barriers are made from: with the default tiles, each stage is filled twice or more."""
+"""K of the runs that the tables of barriers are made from: each stage is filled twice or more."""
 
 BLOCK = re.compile(
     r"(?P<open><!-- docs:(?P<kind>\w+)(?: (?P<variant>\w+))? -->\n)(?P<body>.*?)(?P<close><!-- /docs -->)", re.S
@@ -347,8 +347,8 @@ def fill(page: Path, text: str, pages: render.Pages) -> str:
 def refresh(root: Path, check: bool, only: Sequence[str] = ()) -> list[str]:
     """Bring the pages and figures under `root` up to date; with `check` write nothing.
 
-    only: names of files, relative to root (all by default; perf's plots always belong to all). Gives the names of
-    what was, or is, stale.
+    only: names of files, relative to root (all by default, and then the rest of what perf/render.py makes). Gives
+    the names of what was, or is, stale.
     """
     pages = render.Pages(root, results.all_results())
     stale: list[str] = []
@@ -372,23 +372,36 @@ def refresh(root: Path, check: bool, only: Sequence[str] = ()) -> list[str]:
             stale.append(f"{path.relative_to(root).as_posix()} (nothing draws it)")
     for page in sorted((root / "docs").glob("*.md")):
         if wanted(page):
-            put(page, fill(page, page.read_text(encoding="utf-8"), pages))
+            put(page, pages.fill(page, fill(page, page.read_text(encoding="utf-8"), pages)))
     if not only:
         stale += (name for name in pages.render(check) if name not in stale)
     return stale
 
 
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="docs/refresh.py", description="Regenerate the pages' figures and tables.")
+    top.add_argument("--check", action="store_true", help="write nothing; exit status 1 if anything is stale")
+    top.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="where README.md and docs/ are")
+    top.add_argument("files", nargs="*", metavar="FILE", help="only these, such as docs/v3.md docs/figures/v3.svg")
+    return top
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. 0: everything is up to date (now); 1: something was stale under --check."""
-    parser = argparse.ArgumentParser(prog="docs/refresh.py", description="Regenerate the pages' figures and tables.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if anything is stale")
-    parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="where README.md and docs/ are")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="only these, such as docs/v3.md docs/figures/v3.svg")
-    options = parser.parse_args(arguments)
+    top = parser()
+    options = top.parse_args(arguments)
+    root = options.root.resolve()
+    known = {
+        *(f"docs/figures/{name}.svg" for name in FIGURES),
+        *(f"docs/{p.name}" for p in (root / "docs").glob("*.md")),
+    }
+    for name in options.files:
+        if name not in known:
+            top.error(f"FILE must be one of {', '.join(sorted(known))}; got {name!r}")
     try:
-        stale = refresh(options.root.resolve(), options.check, options.files)
+        stale = refresh(root, options.check, options.files)
     except inspection.NoDisassembler as error:
-        parser.exit(2, f"error: {error}\n")
+        top.exit(2, f"error: {error}\n")
     for name in stale:
         print(f"stale: {name}" if options.check else f"wrote {name}")
     if options.check and stale:
