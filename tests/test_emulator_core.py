@@ -654,6 +654,30 @@ def test_compare_and_swap_lock_and_float_atomics():
     assert cell.tolist() == [7, 1] and total[0] == 31 * 32 / 2
 
 
+def test_vector_atomics_add_element_by_element():
+    total = np.zeros(4, np.float32)
+    body = """
+	cvt.rn.f32.u32 %f1, %r0;
+	mov.f32 %f2, 0f3F800000;
+	red.global.add.v4.f32 [%d0], {%f1, %f2, %f1, %f2};
+"""
+    assert run(body, {"total": total}).ok
+    assert total.tolist() == [496.0, 32.0, 496.0, 32.0]
+
+
+def test_initialisers_and_internal_errors_name_their_place(monkeypatch):
+    out = np.zeros(2, np.float32)
+    module = ".const .align 4 .f32 table[2] = {0f3F800000, -2};\n.const .align 4 .b32 more[1] = {0xFF};\n"
+    body = "\tmov.b64 %d1, table;\n\tld.const.v2.b32 {%r1, %r2}, [%d1];\n\tst.global.v2.b32 [%d0], {%r1, %r2};"
+    assert run(body, {"out": out}, module=module).ok
+    assert out[0] == 1.0 and out.view(np.int32)[1] == -2
+    from cute_matmul.emulator import ops
+
+    monkeypatch.setattr(ops, "popc", lambda a: 1 / 0)
+    with pytest.raises(EmulatorError, match=r"kernel k: ZeroDivisionError .* PTX line \d+"):
+        run("\tpopc.b32 %r1, %r0;\n\tst.global.b32 [%d0], %r1;", {"out": out})
+
+
 def test_out_of_bounds_and_misaligned_accesses_stop_with_their_place():
     out = np.zeros(8, np.uint32)
     report = run("\tmad.wide.u32 %d10, %r0, 4, %d0;\n\tst.global.b32 [%d10], %r0;", {"out": out})

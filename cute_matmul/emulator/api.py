@@ -51,6 +51,11 @@ def run(
     from cute_matmul.emulator.host import Program
 
     check_options(schedule, seed, arithmetic, suppress)
+    if not callable(host_fn) and not isinstance(host_fn, Program):
+        raise TypeError(
+            "host_fn must be a @cute.jit function, a callable object, a compiled function or a host.Program,"
+            f" got {type(host_fn).__name__}"
+        )
     program = Program.of(host_fn, *args, **kwargs)
     report = Report(schedule=schedule, seed=seed, checked=check)
 

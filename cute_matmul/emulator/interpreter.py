@@ -247,7 +247,16 @@ class Engine(AddressSpaces, Barriers, Units):
             node, chosen = pick(self)
             group = self._take(node, chosen)
             if group is not None:
-                self.step(group, self.program.nodes[node])
+                try:
+                    self.step(group, self.program.nodes[node])
+                except (Stop, EmulatorError):
+                    raise
+                except Exception as error:
+                    ins = self.program.instructions[self.current]
+                    raise EmulatorError(
+                        f"kernel {self.program.kernel.name}: {type(error).__name__} in the instructions from PTX line"
+                        f" {ins.line} ({ins.place}): {error}"
+                    ) from error
             after(self)
 
     def waiting_at(self, node: int) -> list[Fragment]:

@@ -241,10 +241,6 @@ class Barriers:
             for fragment, node in waiters:
                 self.wake(fragment, node)
 
-    @staticmethod
-    def mbar_pending_count(state: np.ndarray) -> np.ndarray:
-        return np.zeros_like(state, np.uint32)
-
     def run_try_wait(self, G, node) -> None:
         """Execute mbarrier.{test,try}_wait for a group: who finds the phase over goes on, the others block."""
         ins = self.program.instructions[node.start]

@@ -281,6 +281,22 @@ def _number(token: str) -> Imm | None:
     return None
 
 
+def _initialiser(words: list[str], size: int, line: int) -> bytes:
+    """The bytes of `{1, -2, 0f3F800000}`, elements of `size` bytes."""
+    out, negative = [], False
+    for word in words:
+        if word == "-":
+            negative = True
+        elif word not in "{},":
+            number = _number(word)
+            if number is None:
+                raise PtxError(f"an initialiser with the address of {word!r} is not supported", line)
+            value = -number.value if negative else number.value
+            out.append((value & ((1 << 8 * size) - 1)).to_bytes(size, "little"))
+            negative = False
+    return b"".join(out)
+
+
 class _Operands:
     """Recursive reader over the tokens of one instruction's operands."""
 
@@ -508,8 +524,7 @@ class _Parser:
                 size = words[at + 1]
                 count *= int(size, 0) if size != "]" else 0
             elif word == "=":
-                values = [w for w in words[at + 1 :] if w not in "{},"]
-                data = b"".join((int(v, 0) & ((1 << 8 * element) - 1)).to_bytes(element, "little") for v in values)
+                data = _initialiser(words[at + 1 :], element, line)
                 break
             elif not word.startswith(".") and word not in "]" and not word.isdigit() and not name:
                 name = word

@@ -1508,21 +1508,27 @@ class _Writer:
         kind = self.kind()
         names = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
         name = next((p for p in ins.parts if p in names), None)
-        if name is None or self._vector() != 1:
+        if name is None:
             self.unknown("atomic operation")
         operands = ins.operands[1:] if returns else ins.operands
-        values = ", ".join(self.value(o, kind) for o in operands[1 : 3 if name == "cas" else 2])
         order, scope = self._order()
         if order == "weak":
             order = "relaxed"
-        result = self.temporary()
-        address = self.address(operands[0])
-        self.emit(
-            f"{result} = E.atomic(G, {self.src()}, {self.space(ins)!r}, {address}, {name!r}, {kind!r},"
-            f" ({values},), {self.mask()}, {order!r}, {scope!r})"
-        )
-        if returns:
-            self.put(ins.operands[0], result, kind)
+        # The elements of a vector form are atomic one by one (PTX ISA, red and atom with .vec).
+        where = operands[0]
+        columns = [self._items(o) for o in operands[1 : 3 if name == "cas" else 2]]
+        if any(len(column) != self._vector() for column in columns):
+            self.unknown("vector width")
+        for i, terms in enumerate(zip(*columns, strict=True)):
+            values = ", ".join(self.value(o, kind) for o in terms)
+            result = self.temporary()
+            address = self.address(Mem(where.base, where.offset + i * _BITS[kind] // 8))
+            self.emit(
+                f"{result} = E.atomic(G, {self.src()}, {self.space(ins)!r}, {address}, {name!r}, {kind!r},"
+                f" ({values},), {self.mask()}, {order!r}, {scope!r})"
+            )
+            if returns:
+                self.put(self._items(ins.operands[0])[i], result, kind)
 
     def _nothing(self, ins: Instruction) -> None:
         """Hints: no effect on results."""
@@ -1687,9 +1693,6 @@ class _Writer:
         space, mask = self.space(ins), self.mask()
         order = "relaxed" if "relaxed" in ins.parts else "release"
         operands = list(ins.operands)
-        if action == "pending_count":
-            self.put(operands[0], f"E.mbar_pending_count({self.value(operands[1], 'b64')})", "u32")
-            return
         target = None
         if not isinstance(operands[0], Mem):
             target = operands.pop(0)
