@@ -81,6 +81,7 @@ def test_idle_time_between_groups_is_there_in_v3_and_v4_and_gone_in_v5():
     assert min(v3.values()) > 0.15
     assert min(v4.values()) > 0.08
     assert max(v5.values()) < 0.005
+    assert len(tensor_gaps(panel("v5", "v4").events)) == len(groups(panel("v5", "v4"))["consumer 0"]) - 1
 
 
 def test_with_the_default_tile_v4_covers_most_of_it():
