@@ -182,16 +182,14 @@ def run_launch(
 def _plain(engine: Engine, describe) -> list:
     """Hazards that the engine itself saw, when the checker is off."""
     from cute_matmul.emulator.hazards import Hazard, Site
-    from cute_matmul.emulator.interpreter import RULES
+    from cute_matmul.emulator.interpreter import rule
 
     out = []
     for kind, src, agent, space, first, last, detail in engine.own_hazards:
         line, text = describe(src)
         per = engine.warps_per_cta
         here = Site(line, text, cta=agent // per, warps=(agent % per,))
-        out.append(
-            Hazard(kind, RULES.get(kind, kind), here, space=space, first_byte=first, last_byte=last, detail=detail)
-        )
+        out.append(Hazard(kind, rule(kind), here, space=space, first_byte=first, last_byte=last, detail=detail))
     return out
 
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from cute_matmul.emulator import arithmetic, ops, printf, schedule, tensormap, translate
+from cute_matmul.emulator import arithmetic, ops, printf, schedule, translate
 from cute_matmul.emulator.errors import EmulatorError
 from cute_matmul.emulator.mbarrier import LOW_MASK, Barriers
 from cute_matmul.emulator.memory import SLOT_SHIFT, AddressSpaces, Stop
@@ -130,7 +130,7 @@ class Engine(AddressSpaces, Barriers, Units):
     ) -> None:
         """A hazard that the engine itself sees."""
         if self.hazards is not None:
-            text = RULES.get(kind, kind)
+            text = rule(kind)
             self.hazards.report(kind, text, src, int(agent), space=space, first=first, last=last, detail=detail)
         self.own_hazards.append((kind, src, int(agent), space, first, last, detail))
 
@@ -761,7 +761,6 @@ class Engine(AddressSpaces, Barriers, Units):
 
 
 RULES = {
-    **{f"tensor-map-{rule}": f"a tensor copy breaks the rules of its {rule}" for rule in tensormap.RULES},
     "global-out-of-bounds": "global memory is accessed outside the tensors",
     "shared-out-of-bounds": "shared memory is accessed outside what the CTA has",
     "local-out-of-bounds": "local memory is accessed outside what the thread has",
@@ -785,3 +784,10 @@ RULES = {
     "trap": "the kernel gave up",
 }
 """The rules whose breaking the engine itself sees, by kind of hazard."""
+
+
+def rule(kind: str) -> str:
+    """The rule that a kind of hazard breaks. Kinds `tensor-map-*` are the rules of `tensormap.RULES`."""
+    if kind.startswith("tensor-map-"):
+        return f"a tensor copy keeps to what TMA accepts: {kind.removeprefix('tensor-map-')}"
+    return RULES[kind]

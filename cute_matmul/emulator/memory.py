@@ -260,7 +260,7 @@ class AddressSpaces:
         if space in ("param", "const"):
             data = self.param if space == "param" else self.constant
             if high + size * count > data.nbytes:
-                self.stop_at(G, src, "out-of-bounds", f"{space} address {high}")
+                raise EmulatorError(f"an access at {high} of {data.nbytes} bytes of {space} space")
             view = data[: data.nbytes // size * size].view(UNSIGNED[size])
             return [view[(lanes >> shift) + i] for i in range(count)]
         raise EmulatorError(f"load from {space} space")
