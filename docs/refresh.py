@@ -54,11 +54,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Timelines of CTA 0 under one another. kinds: rows drawn; until: cycles, where the picture is cropped."""
+    """Timelines of CTA 0 under one another. kinds: rows drawn.
+
+    lines: whether tooltips name the kernel's lines, as `python -m cute_matmul trace` has them. A comment added to a
+    kernel then makes the figure stale.
+    """
 
     panels: tuple[Panel, ...]
     kinds: tuple[str, ...] = (LOAD, TENSOR, STORE, WAIT)
-    until: float | None = None
+    lines: bool = False
 
 
 SMALL = (128, 128, 512)
@@ -67,7 +71,7 @@ WIDE = (256, 128, 768)
 
 FIGURES = {
     "v0-v1": Figure((Panel("v0", SMALL), Panel("v1", SMALL))),
-    "v1-v2": Figure((Panel("v1", SMALL), Panel("v2", SMALL)), (LOAD, TENSOR)),
+    "v1-v2": Figure((Panel("v1", SMALL), Panel("v2", SMALL)), (LOAD, TENSOR), lines=True),  # README.md has the command
     "v2": Figure((Panel("v1", SMALL), Panel("v2", SMALL))),
     "v3": Figure((Panel("v2", RING, "128x128x64,stages=4"), Panel("v3", RING, "128x128x64,stages=4"))),
     "v4": Figure((Panel("v3", RING, "128x128x64,stages=3"), Panel("v4", (128, 256, 768)))),
@@ -206,7 +210,9 @@ def executed(panel: Panel) -> tuple[str, Timeline, Recorder]:
 def draw(figure: Figure) -> str:
     """A figure as SVG."""
     panels = [executed(panel)[:2] for panel in figure.panels]
-    return timeline.stacked_svg(panels, until=figure.until, kinds=figure.kinds)
+    if not figure.lines:
+        panels = [(title, replace(t, events=tuple(replace(e, source="") for e in t.events))) for title, t in panels]
+    return timeline.stacked_svg(panels, kinds=figure.kinds)
 
 
 # --- Tables ------------------------------------------------------------------------------------------------
