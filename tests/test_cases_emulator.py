@@ -16,6 +16,7 @@ from cute_matmul import launch, registry
 from cute_matmul.launch import emulate
 
 QUICK_MULTIPLY_ADDS = 5e7  # what the emulator does in well under a second
+LARGE = ("v1", registry.BUILTIN_DEFAULT)  # for the larger shapes: a grid of two dimensions, and a TileOrder
 ENOUGH_K = 72  # of a larger shape: one k_tile and a tail; its tiles are what it is for
 
 variants = pytest.mark.parametrize("variant", cases.variants())
@@ -36,8 +37,12 @@ def shape_rows(everything: bool):
         for index, shape in enumerate(cases.SHAPES):
             if everything:
                 rows = [(shape.k, *row) for row in product(cases.DTYPES, cases.MAJORS)]
+            elif small(variant, shape):
+                rows = [(shape.k, *cases.quick(variant)[index % 2])]
+            elif variant in LARGE:
+                rows = [(ENOUGH_K, *cases.quick(variant)[index % 2])]
             else:
-                rows = [(shape.k if small(variant, shape) else ENOUGH_K, *cases.quick(variant)[index % 2])]
+                rows = []
             for k, dtype, majors in rows:
                 yield pytest.param(
                     variant, (shape.m, shape.n, k), dtype, majors, id=f"{variant}-{shape.m}x{shape.n}x{k}-{dtype}"
@@ -55,8 +60,9 @@ def config_rows(everything: bool):
 
 def view_rows(everything: bool):
     for index, view in enumerate(cases.VIEWS):
-        # A store by each thread, and one by TMA.
-        for variant in cases.variants() if everything else ("v2", "v6"):
+        # Outputs are stored by each thread, or by TMA; operands are read alike by all.
+        few = ("v2", "v6") if view.argument == "out" else ("v2",)
+        for variant in cases.variants() if everything else few:
             for dtype in cases.DTYPES if everything else ("float16",):
                 yield pytest.param(variant, view, dtype, id=f"{variant}-{view}-{dtype}-{index}")
 
@@ -89,10 +95,9 @@ def test_view(variant, view, dtype):
     cases.check_view(view, dtype, "cpu", variant=variant, backend="emulator")
 
 
-@pytest.mark.parametrize("variant", ["v2", "v6"])
 @pytest.mark.parametrize("name", cases.NEIGHBOURS)
-def test_windows_of_one_buffer(variant, name):
-    cases.check_neighbours(name, "float16", "cpu", variant=variant, backend="emulator")
+def test_windows_of_one_buffer(name):
+    cases.check_neighbours(name, "float16", "cpu", variant="v2", backend="emulator")
 
 
 @variants
@@ -117,10 +122,10 @@ def test_nonfinite_values(variant):
 
 @variants
 def test_the_same_bits_in_any_order_of_events(variant):
-    a, b = cases.operands(130, 136, 328, "float16", ("k", "n"), "cpu")
+    a, b = cases.operands(72, 136, 328, "float16", ("k", "n"), "cpu")
     first = None
-    for schedule, seed in (("round_robin", 0), ("random", 1), ("random", 2), ("adversarial", 0)):
-        out = torch.full((130, 136), float("nan"), dtype=a.dtype)
+    for schedule, seed in (("round_robin", 0), ("random", 1), ("adversarial", 2)):
+        out = torch.full((72, 136), float("nan"), dtype=a.dtype)
         _, report = emulate(a, b, out=out, variant=variant, schedule=schedule, seed=seed)
         assert report.ok, report
         bits = out.view(torch.int16)
