@@ -4,9 +4,9 @@ What changes from V3: the tile's rows are split over two warp groups, which read
 now the same for several consumers, moves into `BarrierRing`; the grid is one-dimensional and walks the tiles of C
 in groups.
 
-Why: two warp groups hold twice the accumulators, so a byte that comes from L2 is used by twice as many products;
-and while one group waits for its WGMMA to retire, the other's keeps the tensor cores busy. The grouped order keeps
-few tiles of A and B in use at a time, so that they are found in L2.
+Why: two warp groups hold twice the accumulators, so the tile can be 128x256, which moves a quarter fewer bytes per
+product than 128x128; and while one group waits for its WGMMA to retire, the other's keeps the tensor cores busy. The
+grouped order keeps few tiles of A and B in use at a time, so that they are found in L2.
 
 What it did: 0.97 of cuBLAS where V3 has 0.83. More than half of that is the order of the tiles: twelve rows of them to a
 group, since 12 x 11 tiles are one wave on 132 SMs.
