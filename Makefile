@@ -4,10 +4,12 @@
 # PYTHON=...       interpreter for .venv (default: the first that fits of those below)
 # TORCH_INDEX=...  URL of a package index to look in too, such as PyTorch's of CPU-only wheels
 # EXTRAS=cu13,sass extras of this package for `make run`
+# JOBS=...         processes that `make test` runs tests in (default: one a core)
 # ARGS=...         passed on to the kernel's command line, or to pytest
 
 VENV ?= .venv
 EXTRAS ?= sass
+JOBS ?= auto
 CANDIDATES = python3.12 python3.11 python3.13 python3.10 python3 python
 FITS = import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 
@@ -21,7 +23,7 @@ run: $(VENV)/.installed-run
 	$(PY) -m cute_matmul.variants.v2 $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # On a Hopper GPU. Without one, every test is skipped, and says so.
 gpu-test: $(VENV)/.installed-dev
