@@ -147,6 +147,7 @@ class Runner:
     def __init__(self, folder: Path, kernel: str, setting: Setting | None, edits: Sequence[Edit] = ()) -> None:
         module = build(folder, kernel, (*edits, *(setting.edits if setting else ())))
         self.work = Matmul(module, setting) if setting else getattr(module, kernel)()
+        self.judged: dict[bytes, bool] = {}
         self.program = emulator.Program.compile(self.work.host, *self.work.arguments(emulator.stream()))
 
     def run(self, schedule: str, seed: int = 0) -> Outcome:
@@ -158,10 +159,15 @@ class Runner:
         return Outcome(kinds, report.deadlock is not None, not self._right(), report)
 
     def _right(self) -> bool:
+        """Whether the output is right; asked once for each output there is, as schedules mostly agree in every bit."""
         work = self.work
-        if isinstance(work, Matmul):
-            return bool(problem.check(work.out, work.a, work.b, accumulator=work.accumulator))
-        return torch.allclose(work.out, work.expected(), atol=1e-5)
+        bits = work.out.numpy().tobytes()
+        if bits not in self.judged:
+            if isinstance(work, Matmul):
+                self.judged[bits] = bool(problem.check(work.out, work.a, work.b, accumulator=work.accumulator))
+            else:
+                self.judged[bits] = torch.allclose(work.out, work.expected(), atol=1e-5)
+        return self.judged[bits]
 
 
 @lru_cache
