@@ -65,6 +65,10 @@ class Script:
             self.hz.fence(a, self.src("init fence"), "mbarrier_init")
         self.phase[int(self.cta_of(a)[0]), bar] = 0
 
+    def invalidate(self, agent, bar):
+        a = np.array([agent])
+        self.hz.mbar_inval(a, self.src("inval"), self.cta_of(a), np.array([bar]))
+
     def sync(self, agents=None):
         agents = np.arange(self.warps) if agents is None else np.asarray(agents)
         self.hz.bar_sync(agents[None, :])
@@ -396,8 +400,8 @@ def test_proxy_fence_publishes_an_init():
     assert kinds(s) == set()
 
 
-def test_reinit_in_use_and_when_idle():
-    for idle in (True, False):
+def test_reinit_needs_inval_and_inval_an_idle_barrier():
+    for idle, invalidated in ((True, True), (True, False), (False, True), (False, False)):
         s = Script()
         s.init(0, FULL, count=1)
         s.sync()
@@ -406,11 +410,13 @@ def test_reinit_in_use_and_when_idle():
         s.wait(2, FULL)
         if idle:
             s.sync()
+        if invalidated:
+            s.invalidate(0, FULL)
         s.init(0, FULL, name="init again")
         s.sync()
         s.arrive(3, FULL)
         s.complete(FULL)
-        assert kinds(s) == (set() if idle else {"mbarrier-reinitialised"})
+        assert kinds(s) == (set() if idle and invalidated else {"mbarrier-reinitialised"})
 
 
 # ---------------------------------------------------------------- TMA store epilogue

@@ -662,7 +662,8 @@ V3 = (
             ),
         ),
         "one object is initialised twice, for 128 arrivals, of which the producer's one is the first",
-        also=(*AFTER_STALE, "mbarrier-reinitialised"),
+        hazards=("mbarrier-reinitialised",),
+        also=AFTER_STALE,
         shows=DEADLOCK,
     ),
 )
@@ -1342,7 +1343,7 @@ DOUBLED = (
             Edit("        phase ^= 1\n", ""),
         ),
         "mbarrier.init on a valid object, without mbarrier.inval, while the other warp may still wait at it",
-        hazards=("mbarrier-reinitialised|mbarrier-init-not-visible",),
+        hazards=("mbarrier-reinitialised",),
         also=(*AFTER_STALE, "mbarrier-init-not-visible", "mbarrier-not-initialised"),
     ),
     Mutant(

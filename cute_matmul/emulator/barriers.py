@@ -135,7 +135,7 @@ class Barriers:
         """mbarrier.init."""
         slots = self.slots(cta, bar)
         for i in np.flatnonzero(self.state["live"][slots]).tolist():
-            self._check_idle(int(agents[i]), src, int(slots[i]))
+            self._reinitialised(int(agents[i]), src, int(slots[i]))
         state = self.state
         state["live"][slots] = True
         state["count"][slots] = state["pending"][slots] = count
@@ -154,7 +154,7 @@ class Barriers:
         self.state["live"][slots] = False
 
     def _check_idle(self, agent: int, src: int, slot: int) -> None:
-        """A barrier may be made anew when it is between phases and every use of it is known to be over."""
+        """A barrier may be invalidated when it is between phases and every use of it is known to be over."""
         state = self.state[slot]
         known = self.clocks.table[agent, CLOCK]
         warps = slice(0, self.clocks.warps)
@@ -163,14 +163,18 @@ class Barriers:
         waits = self.waits["epoch"][slot] > known[first : first + self.warps_per_cta]
         copying = state["copied"] > known[state["column"]]
         if state["pending"] != state["count"] or arrivals.any() or waits.any() or copying:
-            self.findings.add(
-                "mbarrier-reinitialised",
-                src,
-                [agent],
-                state["init_source"],
-                bar=self.places[slot],
-                phase=int(state["phase"]),
-            )
+            self._reinitialised(agent, src, slot)
+
+    def _reinitialised(self, agent: int, src: int, slot: int) -> None:
+        state = self.state[slot]
+        self.findings.add(
+            "mbarrier-reinitialised",
+            src,
+            [agent],
+            state["init_source"],
+            bar=self.places[slot],
+            phase=int(state["phase"]),
+        )
 
     def arrive(
         self,

@@ -22,7 +22,7 @@ RULES = {
     "mbarrier-not-initialised": "an mbarrier is used where none was initialised",
     "mbarrier-init-not-visible": "an mbarrier is used before its initialisation is visible to the user: "
     "a barrier after mbarrier.init, and fence.mbarrier_init before that for copies and other CTAs",
-    "mbarrier-reinitialised": "an mbarrier is initialised again while it is in use",
+    "mbarrier-reinitialised": "an mbarrier is initialised again without mbarrier.inval, or invalidated while in use",
     "mbarrier-phase-unordered": "an arrival, or a copy's bytes, may count in another phase than meant: its "
     "thread has not seen the previous phase complete (too many arrivals, or a wait is missing)",
     "mbarrier-phase-overrun": "an mbarrier may complete a further phase before this waiter has looked: "
