@@ -94,7 +94,7 @@ def outcome(tmp_path_factory) -> subprocess.CompletedProcess:
     """One run of pytest, in its own process, over tests that use the fixture."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "test_user.py").write_text(textwrap.dedent(KERNELS) + textwrap.dedent(TESTS))
-    command = [sys.executable, "-m", "pytest", "-p", "cute_matmul.emulator.pytest_plugin", "-v", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", "-v", "-W", "ignore"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
