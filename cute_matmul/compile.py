@@ -14,6 +14,7 @@ import json
 import os
 import re
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -89,6 +90,8 @@ class CompiledKernel:
 _memory: dict[tuple, CompiledKernel] = {}
 _lock = threading.RLock()
 _warned: set[str] = set()
+_STARTED = time.time()
+_loaded: dict[str, float] = {}  # module -> a time not after it was imported
 
 
 def check_dsl_version() -> None:
@@ -132,6 +135,7 @@ def compile_kernel(
     with _lock:
         kernel = _memory.get(key)
         if kernel is None:
+            _loaded.setdefault(entry.module, _STARTED if entry.module in sys.modules else time.time())
             module = entry.load()
             chosen = check_config(entry.name, module, config)
             accepted = getattr(module, "DTYPES", DTYPES)
@@ -174,7 +178,10 @@ def _load_or_compile(
     }
     folder = cache_folder()
     path = None
-    if folder is not None:
+    edited = _edited_since_import(module) if folder is not None else None
+    if edited is not None:
+        _warn(edited, "has changed since it was imported", "kernels of it are kept in memory only")
+    elif folder is not None:
         key = _key(module, facts)
         path = folder / f"{name}-{key}.kernel"
         kernel = _read(path, key, config)
@@ -304,6 +311,17 @@ def _environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[package] = "absent"
     return {"sources": json.dumps(sources), "versions": json.dumps(versions), "machine": os.uname().machine}
+
+
+def _edited_since_import(module: ModuleType) -> Path | None:
+    """A source of the kernel that is newer than what this process imported: its hash would name other code."""
+    here = Path(__file__).parent
+    imported = {here / f"{name}.py": _STARTED for name in KERNEL_MODULES}
+    imported[Path(inspect.getfile(module))] = _loaded.get(module.__name__, _STARTED)
+    for path, when in imported.items():
+        if path.exists() and path.stat().st_mtime > when:
+            return path
+    return None
 
 
 def _dsl_environment() -> dict[str, str]:

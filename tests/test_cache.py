@@ -442,3 +442,26 @@ def test_a_second_process_loads_within_50_ms(cache, monkeypatch):
         if tries[-1] <= 0.05:
             return
     pytest.fail(f"{tries} s")
+
+
+def test_source_edited_since_import_is_neither_read_nor_written(cache, tmp_path, monkeypatch):
+    """The hash of the new text would name the code of the old one."""
+    source = tmp_path / "edited_variant.py"
+    shutil.copy(TESTS / "tiny_variant.py", source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.register(registry.Variant("edited", "edited_variant", "a copy of tiny", "nothing"))
+    try:
+        assert not compile_kernel("edited").from_cache
+        compiling.forget()
+        assert compile_kernel("edited").from_cache
+        os.utime(source, (time.time() + 60,) * 2)
+        (written,) = cache.glob("edited-*.kernel")
+        written.unlink()
+        compiling.forget()
+        with says(str(source), "changed since it was imported", "memory only"):
+            assert not compile_kernel("edited").from_cache
+        assert not list(cache.glob("*.kernel"))
+    finally:
+        registry.unregister("edited")
+        sys.modules.pop("edited_variant", None)
+        compiling._loaded.pop("edited_variant", None)
