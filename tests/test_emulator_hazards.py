@@ -1148,8 +1148,6 @@ def test_agrees_with_reachability(events, space):
     assert all({h.there.line, h.here.line} in pairs for h in found)
 
 
-@example([("access", 0, 0, 1, True), ("access", 1, 0, 1, True), ("access", 0, 0, 1, True)], "shared")
-
 # ---------------------------------------------------------------- reporting
 
 
