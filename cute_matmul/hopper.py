@@ -6,8 +6,11 @@ Shapes follow the variants' kernels: A is (M, K), B is (N, K), C is (M, N).
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
+from cutlass import cutlass_dsl as dsl
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -15,6 +18,18 @@ from cutlass.tensor_utils import LayoutEnum
 WGMMA_M = 64  # rows of D per warp group, fixed by the instruction (PTX ISA, wgmma.mma_async: m64nNk16)
 WGMMA_K = 16  # K extent of one 16-bit WGMMA
 BUFFER_ALIGN = 1024  # bytes: a 128-byte swizzle repeats every 8 rows of 128 bytes, and TMA counts from there
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value belongs to a trace; the state of pipeline.py and scheduler.py also runs on plain ints."""
+    return isinstance(value, cutlass.Numeric)
+
+
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Branch-free choice between 32-bit values, traced or plain."""
+    if is_traced(condition):
+        return cutlass.Int32(dsl.select_(condition, cutlass.Int32(if_true), cutlass.Int32(if_false)))
+    return if_true if condition else if_false
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:

@@ -18,6 +18,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import cutlass_dsl as dsl
 
+from . import hopper
+
 CONSUMER_START = 0
 """A consumer's first wait blocks until the stage has been filled once."""
 
@@ -26,17 +28,6 @@ PRODUCER_START = 1
 
 PRODUCER_ARRIVALS = 1
 """Arrivals per phase of a full barrier: the one thread that announces the bytes it is about to copy."""
-
-
-def _is_traced(*values: Any) -> bool:
-    return any(isinstance(value, cutlass.Numeric) for value in values)
-
-
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Branch-free choice, on DSL values or on plain ones."""
-    if _is_traced(condition):
-        return cutlass.Int32(dsl.select_(condition, cutlass.Int32(if_true), cutlass.Int32(if_false)))
-    return if_true if condition else if_false
 
 
 class StagePhases:
@@ -103,8 +94,8 @@ class PipelineState:
     def advance(self) -> None:
         """Move to the next stage. Call it last, after the stage has been released or filled."""
         wraps = self.index + 1 == self.num_stages
-        self.index = _select(wraps, 0, self.index + 1)
-        self.phase = self.phase ^ _select(wraps, 1, 0)
+        self.index = hopper.select(wraps, 0, self.index + 1)
+        self.phase = self.phase ^ hopper.select(wraps, 1, 0)
 
     def copy(self) -> PipelineState:
         """A second state at the same place (a release that lags behind the wait)."""

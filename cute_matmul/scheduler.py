@@ -15,7 +15,8 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import cutlass_dsl as dsl
-from cutlass.cutlass_dsl import Int32
+
+from . import hopper
 
 
 class TileOrder:
@@ -31,7 +32,7 @@ class TileOrder:
         self.full_groups = m_tiles // raster_group
         tail_rows = m_tiles % raster_group
         # A divisor of 0 is never used where there is no tail, but a reciprocal of 0 cannot be computed.
-        self.tail_rows = _divisor(_select(tail_rows == 0, 1, tail_rows))
+        self.tail_rows = _divisor(hopper.select(tail_rows == 0, 1, tail_rows))
         self.group_tiles = _divisor(n_tiles * raster_group)
 
     def locate(self, index: Any) -> tuple[Any, Any]:
@@ -41,7 +42,7 @@ class TileOrder:
         tail_n_tile, tail_row = divmod(within, self.tail_rows)
         in_tail = group == self.full_groups
         first_row = group * self.raster_group
-        return first_row + _select(in_tail, tail_row, row), _select(in_tail, tail_n_tile, n_tile)
+        return first_row + hopper.select(in_tail, tail_row, row), hopper.select(in_tail, tail_n_tile, n_tile)
 
     def __extract_mlir_values__(self) -> list:
         parts = (self.full_groups, self.tail_rows, self.group_tiles)
@@ -59,16 +60,6 @@ class TileOrder:
         return new
 
 
-def _traced(value: Any) -> bool:
-    return isinstance(value, dsl.Numeric)
-
-
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    if _traced(condition):
-        return Int32(dsl.select_(condition, Int32(if_true), Int32(if_false)))
-    return if_true if condition else if_false
-
-
 def _divisor(value: Any) -> Any:
     """A divisor for divmod: a reciprocal computed once on the host, or the plain int."""
-    return cute.FastDivmodDivisorV2(value) if _traced(value) else value
+    return cute.FastDivmodDivisorV2(value) if hopper.is_traced(value) else value

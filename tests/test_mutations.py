@@ -615,7 +615,7 @@ V3 = (
     Mutant(
         "phase-not-flipped-on-wrap",
         "v3",
-        (Edit("_select(wraps, 1, 0)", "0", file="pipeline"),),
+        (Edit("hopper.select(wraps, 1, 0)", "0", file="pipeline"),),
         "from the second round on the producer, and then the consumers, await phases that are over",
         hazards=("mbarrier-phase-unordered", REFILLED),
         also=AFTER_STALE,
@@ -624,7 +624,7 @@ V3 = (
     Mutant(
         "phase-flipped-one-stage-early",
         "v3",
-        (Edit("_select(wraps, 1, 0)", "_select(self.index + 1 == self.num_stages, 1, 0)", file="pipeline"),),
+        (Edit("select(wraps, 1, 0)", "select(self.index + 1 == self.num_stages, 1, 0)", file="pipeline"),),
         "the consumer does not wait for the last stage's first fill, and its release lets the producer go on",
         hazards=("uninitialised-shared-memory",),
         also=AFTER_STALE,
