@@ -331,11 +331,13 @@ def _dsl_environment() -> dict[str, str]:
 
 
 def _key(module: ModuleType, facts: dict[str, str]) -> str:
-    """Hash of everything that could change the compiled object."""
+    """Hash of everything that could change the compiled object, or the files that its line information names."""
     from . import __version__
 
-    source = Path(inspect.getfile(module)).read_bytes()
+    path = Path(inspect.getfile(module))
+    source = path.read_bytes()
     material = {
+        "places": json.dumps([str(Path(__file__).parent), str(path)]),
         **_environment(),
         **facts,
         "module": hashlib.sha256(source).hexdigest(),

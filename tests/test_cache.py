@@ -305,25 +305,25 @@ def test_key_follows_the_dsl_variables_that_are_not_overridden(monkeypatch):
     assert key() != before
 
 
-def test_key_follows_the_variant_source(monkeypatch, tmp_path):
+def test_key_follows_the_variant_source_and_its_place(monkeypatch, tmp_path):
     source = (TESTS / "tiny_variant.py").read_text()
     monkeypatch.syspath_prepend(str(tmp_path))
     keys = []
-    for name, text in (("copy_a", source), ("copy_b", source), ("copy_c", source + "\n")):
+    for name, text in (("copy_a", source), ("copy_a", source), ("copy_b", source), ("copy_a", source + "\n")):
         (tmp_path / f"{name}.py").write_text(text)
         invalidate_caches()
         keys.append(compiling._key(import_module(name), FACTS))
         del sys.modules[name]
-    assert keys[0] == keys[1] == key() != keys[2]
+    assert keys[0] == keys[1] and len({key(), *keys}) == 4
 
 
 @pytest.mark.parametrize("module", [f"{name}.py" for name in compiling.KERNEL_MODULES])
 def test_key_follows_the_sources_that_variants_share(monkeypatch, tmp_path, clean_environment, module):
     package = Path(compiling.__file__).parent
-    before = key()
     for source in package.glob("*.py"):
         shutil.copy(source, tmp_path)
     monkeypatch.setattr(compiling, "__file__", str(tmp_path / "compile.py"))
+    before = key()
     assert key() == before
     with (tmp_path / module).open("a") as file:
         file.write("# changed\n")
@@ -465,3 +465,30 @@ def test_source_edited_since_import_is_neither_read_nor_written(cache, tmp_path,
         registry.unregister("edited")
         sys.modules.pop("edited_variant", None)
         compiling._loaded.pop("edited_variant", None)
+
+
+PLACES = """
+import pathlib, re, sys
+from cute_matmul import registry
+from cute_matmul.compile import compile_kernel
+registry.register(registry.Variant("tiny", "tiny_variant", "t", "c"))
+kernel = compile_kernel("tiny")
+print(kernel.from_cache, *sorted(set(re.findall(r'"(/[^"]*)[.]py"', kernel.ptx))))
+"""
+
+
+def test_two_checkouts_share_a_cache_but_not_the_files_that_line_information_names(cache, tmp_path):
+    seen = []
+    for name in ("one", "two", "one"):
+        checkout = tmp_path / name
+        if not checkout.exists():
+            shutil.copytree(REPOSITORY / "cute_matmul", checkout / "cute_matmul")
+            shutil.copy(TESTS / "tiny_variant.py", checkout)
+        environment = {**os.environ, CACHE_VARIABLE: str(cache), "PYTHONPATH": str(checkout)}
+        done = subprocess.run(
+            [sys.executable, "-c", PLACES], env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        from_cache, *places = done.stdout.split()
+        assert str(checkout / "tiny_variant") in places and all(p.startswith(f"{checkout}/") for p in places)
+        seen.append(from_cache)
+    assert seen == ["False", "False", "True"]
