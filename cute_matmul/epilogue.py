@@ -10,7 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.typing import AddressSpace
 
+from . import hopper
 
+
+@hopper.traced("epilogue")
 @cute.jit
 def store_direct(
     thr_mma: cute.core.ThrMma,

@@ -6,11 +6,14 @@ Shapes follow the variants' kernels: A is (M, K), B is (N, K), C is (M, N).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import cutlass_dsl as dsl
+from cutlass.cute.experimental import iket
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -30,6 +33,18 @@ def select(condition: Any, if_true: Any, if_false: Any) -> Any:
     if is_traced(condition):
         return cutlass.Int32(dsl.select_(condition, cutlass.Int32(if_true), cutlass.Int32(if_false)))
     return if_true if condition else if_false
+
+
+@contextmanager
+def traced(name: str) -> Iterator[None]:
+    """Name what a warp does in this function, or in this `with`, for a timeline recorded on a GPU (perf/timeline.py).
+
+    The ranges of a warp nest. They are compiled away, to the same PTX as without them, unless the DSL's in-kernel
+    event tracing is on (run-iket, or "iket" in CUTE_DSL_COMPILER_OPT).
+    """
+    iket.range_push(name)
+    yield
+    iket.range_pop()
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:

@@ -161,13 +161,15 @@ class BarrierRing:
 
     def producer_acquire(self, state: PipelineState) -> None:
         """One whole warp: wait until the stage is empty, then announce its bytes. The copies come next."""
-        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+        with hopper.traced("wait"):
+            cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, self.tx_bytes)
 
     def consumer_wait(self, state: PipelineState) -> None:
         """Wait until the stage's bytes have landed. Called by every thread that reads them."""
-        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+        with hopper.traced("wait"):
+            cute.arch.mbarrier_wait(self.full + state.index, state.phase)
 
     def consumer_release(self, state: PipelineState) -> None:
         """This thread reads the stage no more."""

@@ -2,7 +2,7 @@
 
 Records the ranges that V3 and above name (`hopper.traced`) with the DSL's own in-kernel event tracing, run-iket. The
 ranges are compiled away in every other build. The names are those of the emulator's timeline (`python -m
-cute_matmul trace`): producer, consumer, epilogue for the roles, wait, load, tensor, store inside them.
+cute_matmul trace`): producer, consumer, epilogue and V6's store for the roles, wait for an mbarrier inside them.
 """
 
 from __future__ import annotations

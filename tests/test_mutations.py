@@ -520,8 +520,9 @@ V2 = (
     ),
 )
 
-V3_ACQUIRE = "        cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)\n"
-V3_WAIT = "        cute.arch.mbarrier_wait(ring.full + state.index, state.phase)\n"
+TRACED = '        with hopper.traced("wait"):\n'
+V3_ACQUIRE = f"{TRACED}            cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)\n"
+V3_WAIT = f"{TRACED}            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)\n"
 V3_RELEASE = "        cute.arch.mbarrier_arrive(ring.empty + state.index)\n"
 V3_TAIL = f"""\
         # Still one group at a time: the stage may go back only once WGMMA has read it.
@@ -895,10 +896,11 @@ V5 = (
 
 V6_FENCE = '        cute.arch.fence_proxy("async.shared", space="cta")\n'
 V6_FULL_ARRIVE = "        cute.arch.mbarrier_arrive(epi_full + quarter)\n"
-V6_FULL_WAIT = "        cute.arch.mbarrier_wait(epi_full + quarter, 0)\n"
+V6_FULL_WAIT = f"{TRACED}            cute.arch.mbarrier_wait(epi_full + quarter, 0)\n"
 V6_EMPTY_WAIT = """\
         if cutlass.const_expr(quarter > 0):
-            cute.arch.mbarrier_wait(epi_empty + (quarter - 1), 0)
+            with hopper.traced("wait"):
+                cute.arch.mbarrier_wait(epi_empty + (quarter - 1), 0)
 """
 V6_COMMIT = "            cute.arch.cp_async_bulk_commit_group()\n"
 V6_READ_WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"

@@ -25,6 +25,7 @@ from cute_matmul.emulator.errors import UnknownInstruction
 from cute_matmul.emulator.ptx import Imm, Instruction, Kernel, Mem, Module, Not, Pair, Reg, Special, Sym, Vec
 
 SHARED_START = 1024  # bytes at the start of the shared window that sm_90 keeps for itself
+IKET_MODULE = "__iket_meta_info"  # the variable by which a module says that it was compiled with event tracing
 SHARED_WINDOW = 1 << 56
 LOCAL_WINDOW = 2 << 56
 PARAM_WINDOW = 3 << 56
@@ -1461,7 +1462,17 @@ class _Writer:
 
     op_ldu = op_ld
 
+    def _is_trace_mark(self) -> bool:
+        """Whether this store belongs to the DSL's in-kernel event tracing: a timestamp, then a pmevent with its number.
+
+        Its address lies in the part of shared memory that the system keeps; on a GPU run-iket patches the place.
+        """
+        following = self.program.instructions[self.src() + 1 : self.src() + 2]
+        return IKET_MODULE in self.program.module.variables and any(i.parts[0] == "pmevent" for i in following)
+
     def op_st(self, ins: Instruction) -> None:
+        if self._is_trace_mark():
+            return
         kind, count, space = self.kind(), self._vector(), self.space(ins)
         target, origin = ins.operands[0], ins.operands[1]
         if "async" in ins.parts:

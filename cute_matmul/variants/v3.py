@@ -92,12 +92,14 @@ def matmul_v3_kernel(
         epilogue.store_direct(thr_mma, acc, mC, (tile_m, tile_n), (m_tile, n_tile))
 
 
+@hopper.traced("producer")
 @cute.jit
 def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
     """One warp: wait until a stage is empty, announce its bytes, start its copies."""
     state = PipelineState.in_registers(ring.num_stages, "producer")
     for k_tile in cutlass.range(k_tiles, unroll=ring.num_stages):
-        cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+        with hopper.traced("wait"):
+            cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full + state.index, ring.tx_bytes)
         for tma, shared, tiles in loads:
@@ -105,6 +107,7 @@ def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
         state.advance()
 
 
+@hopper.traced("consumer")
 @cute.jit
 def consumer(
     tiled_mma: cute.TiledMma,
@@ -124,7 +127,8 @@ def consumer(
 
     state = PipelineState.in_registers(ring.num_stages, "consumer")
     for _ in cutlass.range(k_tiles, unroll=ring.num_stages):
-        cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
+        with hopper.traced("wait"):
+            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             a_block, b_block = tCrA[None, None, k_block, state.index], tCrB[None, None, k_block, state.index]

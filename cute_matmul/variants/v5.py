@@ -95,6 +95,7 @@ def matmul_v5_kernel(
         epilogue.store_direct(tiled_mma.get_slice(tidx), acc, mC, (tile_m, tile_n), (m_tile, n_tile))
 
 
+@hopper.traced("producer")
 @cute.jit
 def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
     """One warp: fill the ring as fast as the consumers empty it."""
@@ -106,6 +107,7 @@ def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
         state.advance()
 
 
+@hopper.traced("consumer")
 @cute.jit
 def consumer(
     tiled_mma: cute.TiledMma,

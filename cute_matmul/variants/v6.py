@@ -125,6 +125,7 @@ def matmul_v6_kernel(
         epilogue(acc, quarter_mma.get_slice(tidx).partition_C(sC), epi_full, epi_empty)
 
 
+@hopper.traced("producer")
 @cute.jit
 def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
     """One warp: fill the ring as fast as the consumers empty it."""
@@ -136,6 +137,7 @@ def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
         state.advance()
 
 
+@hopper.traced("consumer")
 @cute.jit
 def consumer(
     tiled_mma: cute.TiledMma,
@@ -187,6 +189,7 @@ def multiply(
     warpgroup.commit_group()
 
 
+@hopper.traced("epilogue")
 @cute.jit
 def epilogue(acc: cute.Tensor, tCsC: cute.Tensor, epi_full: cute.Pointer, epi_empty: cute.Pointer):
     """The consumers: write the tile to shared memory a quarter at a time, each when the last has been read.
@@ -195,7 +198,8 @@ def epilogue(acc: cute.Tensor, tCsC: cute.Tensor, epi_full: cute.Pointer, epi_em
     """
     for quarter in cutlass.range_constexpr(QUARTERS):
         if cutlass.const_expr(quarter > 0):
-            cute.arch.mbarrier_wait(epi_empty + (quarter - 1), 0)
+            with hopper.traced("wait"):
+                cute.arch.mbarrier_wait(epi_empty + (quarter - 1), 0)
         part = cute.make_tensor(acc.iterator + quarter * cute.size(tCsC), cute.make_layout(tCsC.shape))
         cute.autovec_copy(part, tCsC)
         # NOTE: the bulk copy reads through the async proxy; without the fence it may miss these stores.
@@ -203,6 +207,7 @@ def epilogue(acc: cute.Tensor, tCsC: cute.Tensor, epi_full: cute.Pointer, epi_em
         cute.arch.mbarrier_arrive(epi_full + quarter)
 
 
+@hopper.traced("store")
 @cute.jit
 def store(
     c_tma: cute.CopyAtom,
@@ -216,7 +221,8 @@ def store(
     quarters = cute.group_modes(gC, 0, 2)
     tCsC, tCgC = cpasync.tma_partition(c_tma, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), quarters)
     for quarter in cutlass.range_constexpr(QUARTERS):
-        cute.arch.mbarrier_wait(epi_full + quarter, 0)
+        with hopper.traced("wait"):
+            cute.arch.mbarrier_wait(epi_full + quarter, 0)
         # NOTE: a load elects its lane by itself, a store does not; and bulk groups belong to the lane.
         with cute.arch.elect_one():
             cute.copy(c_tma, tCsC, tCgC[None, first + quarter])
