@@ -97,7 +97,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
         **results.repository_state(),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": versions(),
-        "conditions": {"dtype": options.dtype, "a_major": "k", "b_major": "k", "data": "none"},
+        "conditions": {"dtype": options.dtype, "a_major": "k", "b_major": "k"},
         "shapes": [],
         "contenders": [],
         "skipped": [],

@@ -276,15 +276,15 @@ def conditions(record: dict[str, Any]) -> str:
     """One paragraph: what was measured on what, and what a reader must know before quoting it."""
     machine, state = record["machine"], record["conditions"]
     commit = (record["commit"] or "unknown")[:10] + ("" if record["clean"] else ", tree not clean")
-    text = [f"{machine.get('gpu', 'no GPU')}, {record['started'][:10]}, commit {commit}"]
+    where = machine["gpu"] if "gpu" in machine else f"No GPU: {machine['cores']} cores of {machine['processor']}"
+    text = [f"{where}, {record['started'][:10]}, commit {commit}"]
     if "driver" in machine:
         text.append(f"driver {machine['driver']}")
     text += [f"{package} {version}" for package, version in record["versions"].items() if package != "cute-matmul"]
     lines = [", ".join(text) + "."]
     if "dtype" in state:
-        lines.append(
-            f"{state['dtype']} in and out, {state['data']}, A {state['a_major']}-major, B {state['b_major']}-major."
-        )
+        data = f" {state['data']}," if "data" in state else ""
+        lines.append(f"{state['dtype']} in and out,{data} A {state['a_major']}-major, B {state['b_major']}-major.")
     idle = [m["before"]["reached"] for m in record["measurements"] if "before" in m]
     if idle:
         rest = state["idle"]
