@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import cases
 import pytest
@@ -123,6 +127,28 @@ def test_nonfinite_values(variant, dtype):
 @pytest.mark.parametrize("mnk", [(256, 256, 4160), (1000, 1000, 1008)], ids=str)
 def test_fifty_times_the_same_bits(variant, dtype, mnk):
     cases.check_repeats(variant, mnk, dtype, "cuda", times=50)
+
+
+def memcheck(*arguments: str) -> subprocess.CompletedProcess:
+    """Every rung once, or a store past the end, under compute-sanitizer: exit status 9 where it found an error."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")
+    probe = Path(__file__).parent / "gpu_probes" / "each_variant_once.py"
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(probe), *arguments]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
+
+
+def test_memcheck_finds_nothing():
+    done = memcheck()
+    assert done.returncode == 0 and "all right" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+
+
+def test_memcheck_finds_a_store_past_the_end():
+    done = memcheck("--fault")
+    assert done.returncode == 9 and "Invalid __global__ write" in done.stdout, done.stdout[-4000:]
 
 
 TWO_TO_31 = 2**31
