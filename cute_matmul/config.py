@@ -14,6 +14,8 @@ SMEM_CAPACITY = 227 * 1024
 MAX_REGISTERS = 255
 """Registers a thread can address (same source); accumulators beyond what is left of them spill."""
 
+WARP = 32
+
 WARP_GROUP = 128
 """Threads of a warp group, the unit that issues one WGMMA (PTX ISA, wgmma)."""
 
@@ -32,13 +34,21 @@ NON_ACCUMULATOR_REGISTERS = 40
 With 128 accumulators that makes 168, the most that lets three CTAs of 128 threads share an SM.
 """
 
-SM_REGISTERS = 65536
-"""32-bit registers of an SM (CUDA C++ Programming Guide, compute capability 9.0)."""
+LEAST_OTHER_REGISTERS = 24
+"""Fewer than any of the variants needs beside its accumulators, as compiled (26 to 39)."""
 
+# Per SM of compute capability 9.0: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability"; allocation granularities: `cuda_occupancy.h` of the CUDA toolkit 13.0, with which `ctas_per_sm`
+# agreed on all of 184,320 combinations of threads, registers and shared memory.
+SM_THREADS = 2048
+SM_CTAS = 32
+SM_REGISTERS = 65536
+SM_PARTITIONS = 4
 SM_SMEM = 228 * 1024
 CTA_RESERVED_SMEM = 1024
 SMEM_GRANULE = 128
-"""Bytes of shared memory an SM has, how many of them the driver takes per CTA, and in what steps (same source)."""
+REGISTER_GRANULE = 256
+"""32-bit registers; a warp is given a multiple of these."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,33 @@ def tx_bytes(config: TileConfig, element_bytes: int = 2) -> int:
     return (tile_m + tile_n) * tile_k * element_bytes
 
 
+def ctas_per_sm(threads: int, registers: int, smem_bytes: int) -> tuple[int, str]:
+    """(CTAs that fit one sm_90 SM at once, what stops one more), by arithmetic.
+
+    threads: per CTA; registers: 32-bit, per thread; smem_bytes: static and dynamic, per CTA. The largest
+    shared-memory carve-out is assumed.
+    """
+    warps = -(-threads // WARP)
+    warp_registers = _round_up(registers * WARP, REGISTER_GRANULE)
+    # Each of the four partitions holds a quarter of the registers and takes whole warps. A CTA's warps may
+    # lie anywhere, but whether one fits at all is decided as if it took the same number from each partition.
+    register_warps = SM_REGISTERS // SM_PARTITIONS // warp_registers * SM_PARTITIONS
+    startable = warp_registers * _round_up(warps, SM_PARTITIONS) <= SM_REGISTERS
+    shared = _round_up(smem_bytes + CTA_RESERVED_SMEM, SMEM_GRANULE)
+    limits = {
+        "shared memory": SM_SMEM // shared,
+        "registers": register_warps // warps if startable else 0,
+        "threads": SM_THREADS // (warps * WARP),
+        "CTA slots": SM_CTAS,
+    }
+    fit = min(limits.values())
+    return fit, " and ".join(what for what, limit in limits.items() if limit == fit)
+
+
+def _round_up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a variant's CTA is made of; with a TileConfig it says what the SM must provide.
@@ -131,6 +168,13 @@ class Resources:
         """32-bit registers per thread that hold accumulators."""
         tile_m, tile_n, _ = config.tile_shape_mnk
         return tile_m * tile_n * self.accumulator_bytes // (4 * self.warp_groups * WARP_GROUP)
+
+    def register_limit(self) -> int:
+        """Registers a thread can have, by the number of warps that share the register file."""
+        # NOTE: not SM_REGISTERS / threads. A launch is checked as if every partition took the same number of warps.
+        warps = _round_up(-(-self.threads // WARP), SM_PARTITIONS)
+        warp_registers = SM_REGISTERS // warps // REGISTER_GRANULE * REGISTER_GRANULE
+        return min(MAX_REGISTERS, warp_registers // WARP)
 
     def epilogue_bytes(self, config: TileConfig, element_bytes: int = 2) -> int:
         """Bytes of the epilogue's shared buffer."""
@@ -170,6 +214,12 @@ class Resources:
                 f"{config} needs {registers} accumulator registers a thread over {self.warp_groups * WARP_GROUP} "
                 f"threads; a thread has {MAX_REGISTERS} in all and {NON_ACCUMULATOR_REGISTERS} go elsewhere, so the "
                 "rest would spill"
+            )
+        limit = self.register_limit()
+        if registers + LEAST_OTHER_REGISTERS > limit:
+            return (
+                f"{config} needs {registers} accumulator registers a thread; each of {self.threads} threads has "
+                f"{limit} in all and at least {LEAST_OTHER_REGISTERS} go elsewhere, so the rest would spill"
             )
         used = self.smem_bytes(config, element_bytes)
         if used > SMEM_CAPACITY:

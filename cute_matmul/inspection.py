@@ -17,23 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .config import ctas_per_sm
+
 if TYPE_CHECKING:
     from cute_matmul.compile import CompiledKernel
-
-# Per SM of compute capability 9.0: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability"; allocation granularities: `cuda_occupancy.h` of the CUDA toolkit 13.0, with which `ctas_per_sm`
-# agreed on all of 184,320 combinations of threads, registers and shared memory.
-SM_THREADS = 2048
-SM_CTAS = 32
-SM_REGISTERS = 65536
-SM_PARTITIONS = 4
-SM_SHARED_BYTES = 228 * 1024
-CTA_RESERVED_SHARED_BYTES = 1024
-SHARED_GRANULE_BYTES = 128
-REGISTER_GRANULE = 256
-"""32-bit registers; a warp is given a multiple of these."""
-
-WARP = 32
 
 KINDS = (
     "wgmma",
@@ -207,33 +194,6 @@ def spills(kernel: CompiledKernel) -> int:
 
 def _spills(ptx: dict[str, int], sass: dict[str, int]) -> int:
     return sum(max(0, sass[kind] - ptx[kind]) for kind in ("local load", "local store"))
-
-
-def ctas_per_sm(threads: int, registers: int, smem_bytes: int) -> tuple[int, str]:
-    """(CTAs that fit one sm_90 SM at once, what stops one more), by arithmetic.
-
-    threads: per CTA; registers: 32-bit, per thread; smem_bytes: static and dynamic, per CTA. The largest
-    shared-memory carve-out is assumed.
-    """
-    warps = -(-threads // WARP)
-    warp_registers = _round_up(registers * WARP, REGISTER_GRANULE)
-    # Each of the four partitions holds a quarter of the registers and takes whole warps. A CTA's warps may
-    # lie anywhere, but whether one fits at all is decided as if it took the same number from each partition.
-    register_warps = SM_REGISTERS // SM_PARTITIONS // warp_registers * SM_PARTITIONS
-    startable = warp_registers * _round_up(warps, SM_PARTITIONS) <= SM_REGISTERS
-    shared = _round_up(smem_bytes + CTA_RESERVED_SHARED_BYTES, SHARED_GRANULE_BYTES)
-    limits = {
-        "shared memory": SM_SHARED_BYTES // shared,
-        "registers": register_warps // warps if startable else 0,
-        "threads": SM_THREADS // (warps * WARP),
-        "CTA slots": SM_CTAS,
-    }
-    fit = min(limits.values())
-    return fit, " and ".join(what for what, limit in limits.items() if limit == fit)
-
-
-def _round_up(value: int, granule: int) -> int:
-    return -(-value // granule) * granule
 
 
 def resources(cubin: bytes, symbol: str) -> tuple[int, int]:

@@ -87,7 +87,8 @@ class Pages:
             if sustained.energy:
                 text += f" at {sustained.energy.gross_pj:.2f} pJ/FLOP"
         accumulate = tables.accumulate_of(record, variant)
-        return f"{text}. Sums in {accumulate}; cuBLAS adds in fp32."
+        sums = "Both add in fp32" if accumulate == "fp32" else f"{variant} adds in {accumulate}, cuBLAS in fp32"
+        return f"{text}. {sums}."
 
     def plot(self, page: Path, name: str, dtype: str = "float16") -> str:
         if name not in plots.PLOTS:

@@ -130,6 +130,25 @@ def test_refusals(config, reason):
     assert reason in ONE_WARP_GROUP.refusal(config)
 
 
+@pytest.mark.parametrize("tile_n", [160, 176, 192])
+def test_what_nine_warps_leave_a_thread(tile_n, all_configs):
+    """168 registers, not 65536 / 288: the compiler spills where the arithmetic refuses, and only there."""
+    resources = registry.get("v4").load().RESOURCES
+    config = TileConfig((256, tile_n, 64), 3)
+    assert f"each of {resources.threads} threads has 168 in all" in resources.refusal(config)
+    assert resources.refusal(TileConfig((256, 128, 64), 3)) is None
+    limit = resources.register_limit()
+    assert inspection.ctas_per_sm(resources.threads, limit, 0)[0] == 1
+    assert inspection.ctas_per_sm(resources.threads, limit + 8, 0)[0] == 0
+    if tile_n == 160 or all_configs:
+        if inspection.find_disassembler() is None:
+            pytest.skip(inspection.NO_DISASSEMBLER)
+        facts = {"variant": "v4", "config": str(config), "dtype": "float16", "a_major": "k", "b_major": "k"}
+        kernel = compiling._compile(registry.get("v4").load(), config, facts)
+        assert inspection.spills(kernel) > 1000
+        assert inspection.resources(kernel.cubin, kernel.symbol)[0] <= limit
+
+
 def test_the_last_stage_that_fits():
     assert ONE_WARP_GROUP.refusal(TileConfig((128, 128, 64), 7)) is None
     two_groups = Resources(threads=256, warp_groups=2, barriers_per_stage=2)

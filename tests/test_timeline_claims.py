@@ -142,6 +142,11 @@ def test_v3_drains_though_nothing_is_late():
     assert 0.4 < sum(gaps) / sum(end - start for start, end in tensor_gaps(v2.events)) < 0.6
     assert 0.2 < idle_share(v3) < 0.3
     assert v3.end < v2.end
+    # Stages land faster than V3 uses them, and would not land as fast as the products alone could.
+    landings = sorted(set(there.values()))
+    period = (found[-1][2] - found[0][2]) / (len(found) - 1)
+    assert [round(after - before) for before, after in itertools.pairwise(landings)] == [662] * (len(landings) - 1)
+    assert {round(retired - started) for _, started, retired in found} == {512} and 512 < 662 < period
 
 
 def test_v5_waits_for_data_where_v4_waited_for_products():

@@ -29,7 +29,7 @@ RESOURCES = Resources(threads=CONSUMERS * WARP_GROUP + 32, warp_groups=CONSUMERS
 
 SPACE = tuple(
     config
-    for tile_mn in ((128, 128), (128, 256), (256, 128))
+    for tile_mn in ((128, 128), (128, 192), (128, 256), (256, 128))
     for num_stages in range(2, 7)
     for raster_group in (1, 8, 12, 16)
     if RESOURCES.refusal(config := TileConfig((*tile_mn, 64), num_stages, raster_group=raster_group)) is None
