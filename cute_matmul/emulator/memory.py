@@ -487,7 +487,7 @@ class AddressSpaces:
 
     def atomic(self, G, src, space, address, name, kind, values, mask, order, scope):
         """Lanes take effect in order of warp and lane. Returns the old values."""
-        dtype = np.dtype(translate._NAMESPACE[translate.numpy_type(kind)])
+        dtype = translate.numpy_dtype(kind)
         size = dtype.itemsize
         old = np.zeros((G.count, 32), dtype)
         found = self._lanes(G, address, mask)

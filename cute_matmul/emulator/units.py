@@ -911,6 +911,6 @@ def _reduce(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> np.nd
     """cp.reduce.async.bulk: element by element, as bytes."""
     from cute_matmul.emulator.memory import atomic_result
 
-    dtype = np.dtype(translate._NAMESPACE[translate.numpy_type(kind)])
+    dtype = translate.numpy_dtype(kind)
     new = atomic_result(name, kind, np.ascontiguousarray(target).view(dtype), (np.ascontiguousarray(data).view(dtype),))
     return np.ascontiguousarray(new).view(np.uint8)
