@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from perf import stats
+from perf import stats, tables
 from perf.device import L2_FACTOR, MAX_SETS, Launch, Layout, Mismatch, Operands, sets_needed
 from perf.power import Idle, Waits, measure_idle, summary, wait_idle
-from perf.suites import Effort, Shape, Suite
+from perf.suites import MOST_TIMES, Effort, Shape, Suite
 
 SAMPLE_S = 1e-3
 """A sample is one call; where calls are shorter than GRAPH_BELOW_S, a CUDA graph of as many as last this long."""
@@ -171,18 +171,22 @@ class Run:
 
     def _phase(self, phase: str, shape: Shape, rounds: int, until: float, idle: Idle, waits: Waits) -> None:
         first = self._rounds_done(phase, shape)
-        if first >= rounds:
+        most = rounds * MOST_TIMES if self.effort.goal else rounds
+        if first >= rounds and (first >= most or self._narrow(phase, shape)):
             return
         ready = self._prepare(shape, phase)
         names = list(ready)
-        order = stats.interleave(len(names), rounds)
+        order = stats.interleave(len(names), rounds, most)
         if phase == "sustained" and names:
             self._warm(ready)
         longest = 0.0
-        for number in range(first, rounds):
+        for number in range(first, most):
             begin = self.device.now()
+            if number >= rounds and (self._narrow(phase, shape) or (phase == "burst" and waits.used_up)):
+                break
             if number >= LEAST_ROUNDS and begin + longest > until:
-                self.progress.note(f"{phase} {shape}: {number} of {rounds} rounds fit the time")
+                if number < rounds:
+                    self.progress.note(f"{phase} {shape}: {number} of {rounds} rounds fit the time")
                 break
             for position, which in enumerate(order[number]):
                 name = names[which]
@@ -206,6 +210,11 @@ class Run:
             longest = max(longest, self.device.now() - begin)
         del ready
         self.device.release()
+
+    def _narrow(self, phase: str, shape: Shape) -> bool:
+        """Whether every ratio is known as well as wished."""
+        ratios = [f.ratio for f in tables.figures(self.record, phase, shape).values() if f.ratio]
+        return all(ratio.half_width <= self.effort.goal for ratio in ratios)
 
     def _prepare(self, shape: Shape, phase: str) -> dict[str, _Ready]:
         """Operands, and every contender that takes part: prepared, checked (once a shape), made into steps."""

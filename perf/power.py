@@ -195,6 +195,10 @@ class Waits:
     spent_s: float = field(default=0.0, init=False)
 
     @property
+    def used_up(self) -> bool:
+        return self.spent_s >= self.total_s
+
+    @property
     def allowed_s(self) -> float:
         return max(self.least_s, min(self.cap_s, self.total_s - self.spent_s))
 

@@ -257,6 +257,7 @@ class _Bar:
     def step(self, text: str) -> None:
         if self._live:
             self._bar.set_description(text)
+            self._bar.total = max(self._bar.total, self._bar.n + 1)  # rounds beyond those wanted
             self._bar.update()
         elif text.rsplit(" ", 1)[0] != self._said:
             self._said = text.rsplit(" ", 1)[0]

@@ -27,20 +27,22 @@ TENSOR_FLOP_PER_SM_CLOCK = 4096
 1830 MHz (NVIDIA H100 datasheet, SXM)."""
 
 
-def interleave(count: int, rounds: int) -> list[list[int]]:
-    """Order of `count` contenders in each of `rounds` rounds.
+def interleave(count: int, rounds: int, most: int | None = None) -> list[list[int]]:
+    """Order of `count` contenders in each of `rounds` rounds, and in those after them up to `most`.
 
     A Williams design: contenders change places from round to round, and with it who runs just before whom, so
     that the heat or cache contents one leaves behind do not always meet the same one. Rounds are spread over
-    the design's rows.
+    the design's rows; later rounds take the rows left out.
     """
+    most = rounds if most is None else most
     if count < 1:
-        return [[] for _ in range(rounds)]
+        return [[] for _ in range(most)]
     base = [0]
     for i in range(1, count):
         base.append((i + 1) // 2 if i % 2 else count - i // 2)
     step = max(1, count // rounds) if rounds else 1
-    return [[(place + r * step) % count for place in base] for r in range(rounds)]
+    lap = -(-count // step)  # rounds after which rows would repeat
+    return [[(place + r * step + r // lap) % count for place in base] for r in range(most)]
 
 
 def median(values: Sequence[float]) -> float:

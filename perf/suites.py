@@ -50,6 +50,9 @@ class Shape:
         return cls(m, n, k)
 
 
+MOST_TIMES = 3
+
+
 @dataclass(frozen=True)
 class Effort:
     """How long a suite measures.
@@ -58,6 +61,8 @@ class Effort:
     more only while the run is inside budget_s. burst_calls: samples of one burst. block_s: seconds of one
     sustained block, after lead_s of the same load that is not counted. warm_s: load before the first block.
     idle_cap_s: longest wait for the idle state before one burst; idle_total_s: of all such waits together.
+    goal: rounds go on beyond those wanted, up to MOST_TIMES as many, until no ratio's interval has a larger half-width
+    (a fraction of the ratio; 0: no such wish).
     """
 
     burst_rounds: int = 3
@@ -69,6 +74,7 @@ class Effort:
     idle_cap_s: float = 20.0
     idle_total_s: float = 150.0
     budget_s: float = 3600.0
+    goal: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ MODEL = (
 
 DECODE = tuple(Shape(m, n, k, name) for name, n, k in _LAYERS for m in (1, 16, 64))
 
-_FULL = Effort(burst_rounds=5, sustained_rounds=5, budget_s=450.0)
+_FULL = Effort(burst_rounds=5, sustained_rounds=5, budget_s=450.0, goal=0.012)
 _MANY = Effort(burst_rounds=3, sustained_rounds=3, idle_cap_s=5.0, idle_total_s=120.0)
 _BURST = replace(_MANY, sustained_rounds=0, idle_cap_s=2.0, idle_total_s=60.0)
 

@@ -177,6 +177,39 @@ def test_rounds_beyond_three_stop_at_the_budget():
     assert len(rounds(measured(effort=replace(effort, budget_s=0.0)), "burst")) == 3
 
 
+def widest(record, phase):
+    return max(f.ratio.half_width for f in tables.figures(record, phase, SHAPE).values() if f.ratio)
+
+
+def test_rounds_go_on_until_every_ratio_is_known_well_enough():
+    noisy, goal = {"seed": 0, "noise": 0.03}, 0.012
+    plain = measured(device=simulation.SimulatedDevice(**noisy))
+    assert len(rounds(plain, "burst")) == 3 and widest(plain, "burst") > goal
+    record = measured(device=simulation.SimulatedDevice(**noisy), effort=replace(EFFORT, goal=goal))
+    made = len(rounds(record, "burst"))
+    assert 3 < made < 3 * suites.MOST_TIMES and widest(record, "burst") <= goal
+    assert len(rounds(record, "sustained")) == 3 and widest(record, "sustained") <= goal
+    assert all(sorted(names) == ["cublas", "v1", "v6"] for names in rounds(record, "burst").values())
+    # One round fewer would not have been enough.
+    record["measurements"] = [m for m in record["measurements"] if m["round"] < made - 1]
+    assert widest(record, "burst") > goal
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [
+        ({}, 3 * suites.MOST_TIMES),  # hopeless: not for ever
+        ({"budget_s": 0.0}, 3),
+        ({"idle_total_s": 5.0}, 3),  # more bursts would not begin at rest
+    ],
+    ids=["most", "budget", "rest"],
+)
+def test_where_rounds_beyond_those_wanted_end(change, made):
+    device = simulation.SimulatedDevice(noise=0.5)
+    record = measured(device=device, effort=replace(EFFORT, goal=0.012, sustained_rounds=0, **change))
+    assert len(rounds(record, "burst")) == made
+
+
 @pytest.mark.parametrize("cut", [4, 15, 30, 40])
 def test_a_stopped_run_keeps_whole_rounds_and_goes_on(cut, tmp_path, capsys):
     arguments = ["--simulate", "--results", str(tmp_path), "--variants", "v1,v6", "--peers", "cublas"]

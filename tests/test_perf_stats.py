@@ -38,6 +38,13 @@ def test_contenders_do_not_keep_their_place(count, rounds):
         assert len(places) == min(rounds, count)
 
 
+@pytest.mark.parametrize("count,rounds", [(9, 3), (9, 5), (7, 5), (3, 3)])
+def test_rounds_beyond_those_wanted_take_the_rows_left_out(count, rounds):
+    order = stats.interleave(count, rounds, count)
+    assert order[:rounds] == stats.interleave(count, rounds)
+    assert len({tuple(row) for row in order}) == count
+
+
 def test_median_of_even_and_odd_numbers_and_of_none():
     assert stats.median([3, 1, 2]) == 2
     assert stats.median([4, 1, 2, 3]) == 2.5
