@@ -143,7 +143,7 @@ class Run:
         idle = Idle(**self.record["conditions"]["idle"])
         if self.suite.memory_bound:
             self._ceilings()
-        waits = Waits(self.effort.idle_cap_s, self.effort.idle_total_s)
+        waits = Waits(self.effort.idle_cap_s, self.effort.idle_total_s, self.effort.rest_s)
         wanted = (("burst", self.effort.burst_rounds), ("sustained", self.effort.sustained_rounds))
         phases = [(phase, rounds) for phase, rounds in wanted if rounds]
         for index, (phase, rounds) in enumerate(phases):
@@ -221,7 +221,7 @@ class Run:
         sets = sets_needed(shape, self.device.l2_bytes)
         operands = self.device.operands(shape, self.layout, sets)
         checked = {(c["contender"], *c["shape"]) for c in self.record["checks"]}
-        ready = {}
+        launches: dict[str, tuple[Launch, float]] = {}
         for contender in self._fits(shape):
             self.progress.note(f"preparing {contender.name} on {shape}")
             seconds = functools.partial(self._quick_seconds, operands)
@@ -242,36 +242,49 @@ class Run:
                             "details": prepared.details,
                         }
                     )
-                ready[contender.name] = self._steps(prepared.launch, operands, shape)
-            except Skip as reason:
-                self._skip(contender, shape, str(reason))
-                continue
+                launches[contender.name] = prepared.launch, self._quick_seconds(operands, prepared.launch)
             except Exception as error:
-                # Whatever one contender does wrong, the others are still measured.
-                reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
-                self.record["failed"].append({"contender": contender.name, "shape": list(shape.mnk), "reason": reason})
-                self._skip(contender, shape, f"not timed, {reason}")
+                self._failed(contender, shape, error)
                 continue
             self.save()
+        # One method for all on a shape: what is timed as a graph has no gaps between its calls.
+        in_graphs = any(estimate < GRAPH_BELOW_S for _, estimate in launches.values())
+        ready = {}
+        for contender in (c for c in self.contenders if c.name in launches):
+            try:
+                ready[contender.name] = self._steps(*launches[contender.name], operands, in_graphs)
+            except Exception as error:
+                self._failed(contender, shape, error)
         return ready
+
+    def _failed(self, contender: Contender, shape: Shape, error: Exception) -> None:
+        """Whatever one contender cannot do or does wrong, the others are still measured."""
+        if isinstance(error, Skip):
+            self._skip(contender, shape, str(error))
+            return
+        reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
+        self.record["failed"].append({"contender": contender.name, "shape": list(shape.mnk), "reason": reason})
+        self._skip(contender, shape, f"not timed, {reason}")
 
     def _quick_seconds(self, operands: Sequence[Operands], launch: Launch) -> float:
         """Median seconds of a few calls after one that is not counted: enough to choose between candidates."""
-        calls = [functools.partial(launch, o.a, o.b, o.out) for o in operands[:2]]
-        self.device.elapsed(calls[:1])
-        first = self.device.elapsed(calls)
-        count = min(50, max(4, math.ceil(0.02 / max(first[-1], 1e-6))))
-        return stats.median(self.device.elapsed([calls[i % len(calls)] for i in range(count)]))
-
-    def _steps(self, launch: Launch, operands: Sequence[Operands], shape: Shape) -> _Ready:
         calls = [functools.partial(launch, o.a, o.b, o.out) for o in operands]
-        estimate = self._quick_seconds(operands, launch)
-        if estimate >= GRAPH_BELOW_S:
-            return _Ready(calls, 1, "events", estimate)
+        self.device.elapsed(calls[:1])
+        first = self.device.elapsed(calls[:2])
+        count = min(50, max(4, math.ceil(0.02 / max(first[-1], 1e-6))))
+        eager = stats.median(self.device.elapsed([calls[i % len(calls)] for i in range(count)]))
+        return eager if eager >= GRAPH_BELOW_S else self._graph(calls, eager).estimate_s
 
-        # Eager calls this short would show the host's pace. At least every set once, so that a replay does not
-        # find in the L2 what the one before it left there.
-        count = max(len(calls), math.ceil(SAMPLE_S / estimate))
+    def _steps(self, launch: Launch, estimate: float, operands: Sequence[Operands], in_graphs: bool) -> _Ready:
+        calls = [functools.partial(launch, o.a, o.b, o.out) for o in operands]
+        return self._graph(calls, estimate) if in_graphs else _Ready(calls, 1, "events", estimate)
+
+    def _graph(self, calls: list[Callable[[], None]], estimate: float) -> _Ready:
+        """Calls in a CUDA graph that lasts SAMPLE_S, by the estimate: eager, they would show the host's pace.
+
+        Every operand set comes equally often, so that no call finds in the L2 what the one before it left there.
+        """
+        count = len(calls) * math.ceil(SAMPLE_S / estimate / len(calls))
 
         def all_calls() -> None:
             for i in range(count):

@@ -11,30 +11,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perf import stats
 from perf.device import Launch, Layout, Operands
 from perf.measure import Prepared, Skip
 from perf.suites import Shape
+
+CHOICE_ROUNDS = 3
 
 
 def best_of(
     candidates: Sequence[tuple[str, Launch]], operands: Operands, seconds: Callable[[Launch], float]
 ) -> tuple[Launch, dict[str, Any]]:
-    """The fastest candidate on these operands by a short timing, and what each took (microseconds, or why not)."""
+    """The fastest candidate on these operands by short timings, and what each took (microseconds, or why not).
+
+    Each is timed in CHOICE_ROUNDS rounds of changing order, and its median counts: the board slows down after the first
+    few calls, so that in a single round the first candidate would win.
+    """
     tried: dict[str, Any] = {}
-    best: tuple[float, Launch, str] | None = None
-    for label, launch in candidates:
-        try:
-            launch(operands.a, operands.b, operands.out)
-            took = seconds(launch)
-        except Exception as error:
-            tried[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            continue
-        tried[label] = round(took * 1e6, 2)
-        if best is None or took < best[0]:
-            best = (took, launch, label)
-    if best is None:
+    times: dict[str, list[float]] = {}
+    launches = dict(candidates)
+    for order in stats.interleave(len(launches), CHOICE_ROUNDS):
+        for label in (list(launches)[i] for i in order):
+            if label in tried:
+                continue
+            try:
+                launches[label](operands.a, operands.b, operands.out)
+                times.setdefault(label, []).append(seconds(launches[label]))
+            except Exception as error:
+                tried[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                times.pop(label, None)
+    medians = {label: stats.median(took) for label, took in times.items()}
+    tried |= {label: round(took * 1e6, 2) for label, took in medians.items()}
+    if not medians:
         raise Skip(f"no candidate ran: {tried}")
-    return best[1], {"config": best[2], "candidates_us": tried}
+    best = min(medians, key=medians.__getitem__)
+    return launches[best], {"config": best, "candidates_us": tried}
 
 
 @dataclass
@@ -226,7 +237,7 @@ class Operators:
                 stream = torch.cuda.current_stream()
                 operator.run(arguments(a, b, out), compiled, stream=stream, assume_supported_args=True)
 
-            candidates.append((operator.metadata.operator_name, launch))
+            candidates.append((f"{len(candidates)} {operator.metadata.operator_name}", launch))
         launch, details = best_of(candidates, operands, seconds)
         return Prepared(launch, details)
 

@@ -187,7 +187,7 @@ class Idle:
 
 @dataclass
 class Waits:
-    """How long bursts may wait for the idle state: `cap_s` each, `total_s` together; then `least_s` each."""
+    """How long bursts wait for the idle state: `least_s` to `cap_s` each; beyond `least_s`, `total_s` together."""
 
     cap_s: float
     total_s: float
@@ -200,7 +200,11 @@ class Waits:
 
     @property
     def allowed_s(self) -> float:
-        return max(self.least_s, min(self.cap_s, self.total_s - self.spent_s))
+        return max(self.least_s, min(self.cap_s, self.least_s + self.total_s - self.spent_s))
+
+    def count(self, waited_s: float) -> None:
+        """Take a wait off what is left."""
+        self.spent_s += max(0.0, waited_s - self.least_s)
 
 
 def measure_idle(sensors: Sensors, now: Callable[[], float], sleep: Callable[[float], None]) -> Idle:
@@ -244,14 +248,13 @@ def wait_idle(
     reading = sensors.read()
     if sensors.reason_absent:
         sleep(waits.least_s)
-        waits.spent_s += now() - start
         return {"waited_s": now() - start, "reached": None, **reading.as_dict()}
     # NOTE: the clock reads its idle value milliseconds after work ends, while the power limiter still remembers it:
     # bursts 0.3 s apart came out at two speeds, 20% apart. Its memory shows in the sensor's averaged power.
     while now() - start < waits.least_s or (not idle.reached(reading) and now() - start < allowed):
         sleep(0.05)
         reading = sensors.read()
-    waits.spent_s += now() - start
+    waits.count(now() - start)
     return {"waited_s": now() - start, "reached": idle.reached(reading), **reading.as_dict()}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import os
 import re
 import shutil
 import subprocess
@@ -30,6 +29,9 @@ from perf.suites import LADDER_SHAPE, Shape
 
 WARM_LAUNCHES = 2
 """Launches before the profiled one."""
+
+LIMIT_S = 300
+"""Of Nsight Compute's run of one variant, a dozen replays of a kernel: beyond it something hangs."""
 
 SECTIONS = (
     "SpeedOfLight",
@@ -262,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. 0: profiled; 1: Nsight Compute or a GPU is missing."""
+    """Run the command line. 0: profiled; 1: Nsight Compute or a GPU is missing, or some variant could not be."""
     options = parser().parse_args(arguments)
     options.dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(options.dtype, options.dtype)
     shape, layout = Shape.parse(options.shape), Layout(options.dtype)
@@ -308,14 +310,12 @@ def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
     for variant in options.variants:
         module = registry.get(variant).load()
         print(f"profiling {variant}", file=sys.stderr, flush=True)
-        done = subprocess.run(
-            command(ncu, variant, options), capture_output=True, text=True, check=False, env={**os.environ}
-        )
-        if done.returncode:
-            raise Unavailable(f"ncu failed on {variant} ({done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}")
-        kernels = parse(done.stdout)
-        if len(kernels) != 1:
-            raise Unavailable(f"expected one kernel of {variant}, ncu saw {len(kernels)}")
+        try:
+            kernels = _collect(command(ncu, variant, options), variant)
+        except Unavailable as error:
+            print(f"perf/profile.py: {error}", file=sys.stderr)
+            record["failed"].append({"contender": variant, "shape": list(shape.mnk), "reason": str(error)[:300]})
+            continue
         record["machine"]["gpu"] = str(kernels[0].get("device__attribute_display_name", ("unknown", ""))[0])
         record["measurements"].append(
             {
@@ -330,13 +330,28 @@ def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
         if path is None:
             path = results.new_path(options.results, started, record["machine"]["gpu"], "profile", layout.dtype)
         results.write_atomically(path, results.dump(record))
+    if path is None:
+        return 1
     record["complete"] = True
     record["finished"] = results.now().isoformat(timespec="seconds")
-    assert path is not None
     results.write_atomically(path, results.dump(record))
     print(table(record["measurements"]))
     print(f"\n{path}")
-    return 0
+    return 1 if record["failed"] else 0
+
+
+def _collect(arguments: Sequence[str], variant: str) -> list[dict[str, tuple[str, str]]]:
+    """What Nsight Compute found of the variant's one kernel. Raises Unavailable."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"ncu on {variant} was stopped after {LIMIT_S} s") from error
+    if done.returncode:
+        raise Unavailable(f"ncu failed on {variant} ({done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}")
+    kernels = parse(done.stdout)
+    if len(kernels) != 1:
+        raise Unavailable(f"expected one kernel of {variant}, ncu saw {len(kernels)}")
+    return kernels
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ A page holds pairs of markers; what is between them is generated:
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ if not __package__:  # run as a script. NOTE: this folder on the path would put 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from perf import plots, results, tables
+from perf.suites import SUITES
 
 PAGES = ("README.md", "perf/*.md", "docs/**/*.md")
 FIGURES = "perf/figures"
@@ -43,7 +45,11 @@ class Pages:
         self.stale: list[str] = []
 
     def newest(self, suite: str, dtype: str = "float16") -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole result of a suite on its own shapes, a full one before a quick one."""
         found = [(p, r) for p, r in self.records if r["suite"] == suite and r["conditions"].get("dtype") == dtype]
+        if suite in SUITES:  # not one that was asked for with --shape
+            own = [list(shape.mnk) for shape in SUITES[suite].shapes]
+            found = [(p, r) for p, r in found if [s["mnk"] for s in r["shapes"]] == own]
         full = [(p, r) for p, r in found if not r["quick"]]
         return (full or found or [None])[-1]
 
@@ -168,10 +174,17 @@ def _missing(suite: str, dtype: str, command: str | None = None) -> str:
 
 
 def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
-    """For each ratio of two results of a suite, both values with their intervals and whether each is within the
-    other's; and whether all are."""
+    """For each ratio of two results of a suite, both values, and whether they differ by more than their intervals
+    together allow; and whether none does. Raises ValueError for results that do not measure the same."""
     from tabulate import tabulate
 
+    for what, of in (
+        ("suite", lambda r: r["suite"]),
+        ("GPU", lambda r: r["machine"].get("gpu")),
+        *((key, lambda r, key=key: r["conditions"].get(key)) for key in ("dtype", "a_major", "b_major")),
+    ):
+        if of(one) != of(two):
+            raise ValueError(f"both results must be of one {what}, got {of(one)} and {of(two)}")
     rows, every = [], True
     for phase in ("burst", "sustained"):
         for shape in tables.shapes_of(one):
@@ -180,8 +193,10 @@ def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
                 a, b = first[name].ratio, second[name].ratio if name in second else None
                 if a is None or b is None:
                     continue
-                inside = a.low <= b.value <= a.high and b.low <= a.value <= b.high
-                every &= inside
+                # Two independent values, each with its interval: their difference has the root of both squared.
+                allowed = math.hypot(math.log(a.high / a.value), math.log(b.high / b.value))
+                agrees = abs(math.log(b.value / a.value)) <= allowed
+                every &= agrees
                 rows.append(
                     [
                         phase,
@@ -190,10 +205,13 @@ def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
                         tables.ratio_text(a),
                         tables.ratio_text(b),
                         f"{b.value / a.value - 1:+.2%}",
-                        "yes" if inside else "NO",
+                        f"±{math.expm1(allowed):.1%}",
+                        "yes" if agrees else "NO",
                     ]
                 )
-    headers = ["phase", "shape", "", "first", "second", "second over first", "each within the other's"]
+    if not rows:
+        raise ValueError("the results have no ratio in common")
+    headers = ["phase", "shape", "", "first", "second", "second over first", "allowed", "agree"]
     return tabulate(rows, headers=headers, disable_numparse=True), every
 
 
@@ -216,7 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(tables.report(results.load(options.show)))
         return 0
     if options.agree:
-        text, every = agreement(*(results.load(path) for path in options.agree))
+        try:
+            text, every = agreement(*(results.load(path) for path in options.agree))
+        except ValueError as error:
+            print(f"perf/render.py: {error}", file=sys.stderr)
+            return 2
         print(text)
         return 0 if every else 1
     root = options.root.resolve()

@@ -26,6 +26,8 @@ from perf.suites import Shape
 TICK_NS = 32
 """Granularity of the tracing's timestamps (CuTe DSL guide, IKET profiling, Timestamp Semantics)."""
 
+LIMIT_S = 300
+
 
 def command(variant: str, options: argparse.Namespace, folder: Path) -> list[str]:
     """run-iket around one launch of a variant, keeping one CTA."""
@@ -42,8 +44,8 @@ def ranges(trace: dict[str, Any]) -> list[dict[str, Any]]:
     names, places = trace["stringTable"], trace["locationTable"]
     found = []
     for launch in trace["launches"]:
-        for entry in launch["ranges"]:
-            for place in entry["warpLocIdxs"]:
+        for entry in launch.get("ranges", []):
+            for place in dict.fromkeys(entry["warpLocIdxs"]):  # where it began and where it ended, mostly one warp
                 found.append(
                     {
                         "kernel": launch["kernelName"],
@@ -96,7 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The traced kernel must be compiled in the traced process, not read from the cache.
     environment = {**os.environ, "CUTE_MATMUL_CACHE": "0"}
-    done = subprocess.run(command(options.variant, options, folder), env=environment, check=False)
+    try:
+        done = subprocess.run(command(options.variant, options, folder), env=environment, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        print(f"perf/timeline.py: run-iket was stopped after {LIMIT_S} s", file=sys.stderr)
+        return 1
     traces = sorted(folder.glob("*.trace.json"))
     if done.returncode or not traces:
         print(f"perf/timeline.py: run-iket ended with {done.returncode} and {len(traces)} traces", file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -152,6 +154,55 @@ def test_two_runs_agree_or_not(root):
     assert not every and "NO" in text
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"suite": "host"}, "one suite, got ladder and host"),
+        ({"machine": {"gpu": "NVIDIA H100", "sm_count": 132}}, "one GPU, got Simulated H200 and NVIDIA H100"),
+        ({"conditions": {"dtype": "bfloat16"}}, "one dtype, got float16 and bfloat16"),
+        ({"measurements": []}, "no ratio in common"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_compared_is_refused(root, change, said, capsys):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = results.load(path)
+    for key, value in change.items():
+        record[key] = {**record[key], **value} if isinstance(value, dict) else value
+    other = path.with_name("other.json")
+    other.write_text(results.dump(record))
+    assert render.main(["--agree", str(path), str(other)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_runs_of_one_truth_agree_as_often_as_their_intervals_say(simulated):
+    """Two results with other noise: a ratio of one lies outside the other's interval more often than they differ."""
+    (path,) = simulated.glob("*.json")
+    noise, record = random.Random(5), results.load(path)
+    wrong = trials = 0
+    for _ in range(60):
+        pair = []
+        for _ in range(2):
+            copied = copy.deepcopy(record)
+            for entry in copied["measurements"]:
+                factor = math.exp(noise.gauss(0, 0.01))
+                entry["samples_s"] = [s * factor for s in entry["samples_s"]]
+            pair.append(copied)
+        verdicts = render.agreement(*pair)[0].splitlines()[2:]
+        wrong += sum(line.endswith("NO") for line in verdicts)
+        trials += len(verdicts)
+    assert wrong / trials < 0.04
+
+
+def test_a_run_on_other_shapes_does_not_take_over_the_table(root):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = json.loads(path.read_text())
+    other = {**record, "quick": False, "shapes": [{"mnk": [512, 512, 512], "name": ""}]}
+    path.with_name("other.json").write_text(results.dump(other))
+    pages = render.Pages(root, results.all_results(path.parent), simulated=True)
+    assert pages.newest("ladder")[0] == path
+
+
 def test_ties_are_marked(simulated):
     (path,) = simulated.glob("*.json")
     record = results.load(path)
@@ -215,6 +266,22 @@ def test_what_is_not_a_table_of_nsight_compute_is_said():
         profile.parse("==ERROR== The user does not have permission")
 
 
+def test_one_variant_that_cannot_be_profiled_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
+    def collect(arguments, variant):
+        if variant == "v2":
+            raise profile.Unavailable("ncu failed on v2 (1)")
+        return profile.parse(NCU)
+
+    monkeypatch.setattr(profile.shutil, "which", lambda name, path=None: "true")
+    monkeypatch.setattr(profile, "wanted_metrics", lambda ncu: [])
+    monkeypatch.setattr(profile, "_collect", collect)
+    assert profile.main(["v1", "v2", "v3", "--results", str(tmp_path)]) == 1
+    record = results.load(*tmp_path.glob("*.json"))
+    assert record["complete"] and [m["variant"] for m in record["measurements"]] == ["v1", "v3"]
+    assert [f["contender"] for f in record["failed"]] == ["v2"] and "failed on v2" in capsys.readouterr().err
+    assert profile.main(["v2", "--results", str(tmp_path / "none")]) == 1 and not (tmp_path / "none").exists()
+
+
 def test_ranges_of_a_trace_are_found_by_warp():
     trace = {
         "stringTable": ["consumer", "wait"],
@@ -224,7 +291,7 @@ def test_ranges_of_a_trace_are_found_by_warp():
                 "kernelName": "k",
                 "ranges": [
                     {"rangeNameIdx": 0, "startTs": 0, "endTs": 640, "warpLocIdxs": [0]},
-                    {"rangeNameIdx": 1, "startTs": 32, "endTs": 96, "warpLocIdxs": [0]},
+                    {"rangeNameIdx": 1, "startTs": 32, "endTs": 96, "warpLocIdxs": [0, 0]},
                     {"rangeNameIdx": 1, "startTs": 160, "endTs": 320, "warpLocIdxs": [0, 1]},
                 ],
             }

@@ -1,6 +1,6 @@
 """Every rung once on ragged problems, to be watched by compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \\
         python tests/gpu_probes/each_variant_once.py
 
 Without torch's caching every tensor is an allocation of its own, so that memcheck knows where it ends. The results
