@@ -14,7 +14,7 @@ import pytest
 from cute_matmul import __main__ as cli
 from cute_matmul import inspection, registry, tuner
 from docs import refresh
-from perf import profile, render, run
+from perf import everything, profile, render, run
 from perf import timeline as gpu_timeline
 
 ROOT = refresh.ROOT
@@ -53,6 +53,7 @@ COMMANDS = {
     "python perf/render.py --agree A.json B.json": "tests/test_perf_render.py::test_two_runs_agree_or_not",
     "python perf/run.py --simulate --results FOLDER": f"{PERF}::test_a_result_says_everything_about_itself",
     # These need a GPU: parsed here, what they do is tested on a simulated board or a stand-in for the device.
+    "python perf/everything.py": "tests/test_perf_run.py::test_everything_goes_on_after_a_step_that_fails",
     "python perf/profile.py v2 v3": "tests/test_perf_render.py::test_nsight_computes_table_is_read",
     "python perf/timeline.py v3 --shape 1024x1024x1024": (
         "tests/test_perf_render.py::test_ranges_of_a_trace_are_found_by_warp"
@@ -174,6 +175,7 @@ PARSERS = {
     "perf/run.py": run.parser,
     "perf/render.py": render.parser,
     "perf/profile.py": profile.parser,
+    "perf/everything.py": everything.parser,
     "perf/timeline.py": gpu_timeline.parser,
     "docs/refresh.py": refresh.parser,
 }

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from perf import device as device_module
-from perf import host, measure, peers, results, run, simulation, suites, tables
+from perf import everything, host, measure, peers, profile, results, run, simulation, suites, tables, timeline
 from perf.device import Layout, sets_needed
 from perf.suites import Shape
 
@@ -402,3 +402,41 @@ def test_thinned_samples_keep_their_percentiles():
     kept = host.thin(values)
     assert len(kept) == host.KEPT and kept[0] == 0 and kept[-1] == 9999
     assert kept[len(kept) // 2] == pytest.approx(5000, abs=5)
+
+
+def test_everything_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capfd):
+    simulated = ("perf/run.py", "--simulate", "--variants", "v1,v6", "--peers", "cublas")
+    monkeypatch.setattr(
+        everything,
+        "STEPS",
+        (
+            everything.Step("ladder", simulated, 60),
+            everything.Step("wrong", ("perf/run.py", "--suite", "decode", "--dtype", "fp8"), 60),
+            everything.Step("long", ("perf/run.py", "--simulate", "--suite", "model"), 0),
+            everything.Step("ladder-quick", (*simulated, "--quick"), 60),
+        ),
+    )
+    assert everything.main(["--results", str(tmp_path)]) == 1
+    last = capfd.readouterr().out.splitlines()[-5:]
+    assert [line.split()[:2] for line in last] == [
+        ["ladder", "done"],
+        ["wrong", "exit"],
+        ["long", "stopped"],
+        ["ladder-quick", "done"],
+        ["agreement", "done"],
+    ]
+    assert everything.main(["ladder", "nothing"]) == 2
+    assert "steps must be of ladder, wrong, long, ladder-quick; got nothing" in capfd.readouterr().err
+
+
+def test_every_step_of_everything_is_a_command_that_exists(capsys):
+    """Their options are taken, and every suite has its step."""
+    assert everything.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    parsers = {"perf/run.py": run.parser, "perf/profile.py": profile.parser, "perf/timeline.py": timeline.parser}
+    for step in everything.STEPS:
+        script, *rest = step.command
+        parsers[script]().parse_args([*rest, *(["--results", "folder"] if step.writes else [])])
+        assert f"{step.name} " in listed
+    named = {step.command[2] for step in everything.STEPS if step.command[0] == "perf/run.py"}
+    assert named == {*suites.SUITES, "host", "compile", "precision"}
