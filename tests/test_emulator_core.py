@@ -733,6 +733,10 @@ DONE:
 # --- Registers that nothing has set ------------------------------------------------------------------------
 
 
+PACKED = "mov.b16 %h1, 3;\nmov.b32 %r3, {{%h1, %h9}};\n"  # the upper half is of a register that nothing sets
+WIDEN = "\ncvt.u32.u16 %r2, %h2;\n{store}"
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [
@@ -742,6 +746,11 @@ DONE:
         ("setp.lt.u32 %p0, %r0, 7;\n@%p0 mov.b32 %r2, 5;\n@!%p0 mov.b32 %r2, 6;\n{store}", False),
         ("setp.lt.u32 %p0, %r0, 99;\nselp.b32 %r2, %r0, %r1, %p0;\n{store}", False),
         ("setp.lt.u32 %p0, %r0, 31;\nselp.b32 %r2, %r0, %r1, %p0;\n{store}", True),
+        (PACKED + "mov.b32 {{%h2, _}}, %r3;" + WIDEN, False),
+        (PACKED + "mov.b32 {{_, %h2}}, %r3;" + WIDEN, True),
+        (PACKED + "mov.b32 %r3, %r1;\nmov.b32 {{%h2, _}}, %r3;" + WIDEN, True),
+        (PACKED + "mov.b16 %h1, %h9;\nmov.b32 {{%h2, _}}, %r3;" + WIDEN, True),  # whole: the origin is not what it was
+        (PACKED + "mov.b32 %r2, %r3;\n{store}", True),
         ("mov.b32 %r2, 0;\n@%p3 bra SKIP;\nadd.u32 %r2, %r2, 1;\nSKIP:\n{store}", True),
         ("cvt.u64.u32 %d9, %r1;\nadd.u64 %d9, %d9, %d0;\nmov.b32 %r2, 1;\n@%p4 st.global.b32 [%d9], %r2;", True),
     ],

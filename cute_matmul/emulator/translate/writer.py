@@ -32,6 +32,7 @@ class Writer:
         self.written = {r for ins in body for r in destinations(ins)}
         self.report: list[tuple[str, int, list, list]] = []  # uses of wgmma's registers, not yet written out
         self.settled = False
+        self.packed: dict[Reg, tuple] = {}  # registers and the pieces that they were put together from
 
     # Plumbing
 
@@ -321,6 +322,22 @@ class Writer:
         undefined = self.program.undefined
         if not undefined:
             return
+        self._emit_undefined(ins, undefined)
+        written = set(destinations(ins))
+        self.packed = {r: v for r, v in self.packed.items() if r not in written and not written & set(v)}
+        if ins.parts[0] == "mov" and ins.guard is None and isinstance(ins.operands[1], Vec):
+            self.packed[ins.operands[0]] = ins.operands[1].items
+
+    def _emit_undefined(self, ins: Instruction, undefined: frozenset[Reg]) -> None:
+        if ins.parts[0] == "mov" and isinstance(ins.operands[0], Vec) and ins.operands[1] in self.packed:
+            # Taken apart as it was put together: each piece is as undefined as its own origin, not as the whole.
+            pieces = self.packed[ins.operands[1]]
+            if len(pieces) == len(ins.operands[0].items):
+                for target, origin in zip(ins.operands[0].items, pieces, strict=True):
+                    if target in undefined:
+                        spread = self._keys([origin]) if origin in undefined else "()"
+                        self.emit(f"E.spread_undefined(G, {self._keys([target])}, {spread}, {self.mask()})")
+                return
         written = [r for r in destinations(ins) if r in undefined]
         wgmma = ins.opcode.startswith("wgmma.mma_async")
         read = [r for operand in ins.operands[1 if destinations(ins) else 0 :] for r in registers_of(operand)]
