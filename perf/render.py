@@ -3,6 +3,7 @@
 A page holds pairs of markers; what is between them is generated:
 
     <!-- perf:table suite=ladder -->  the table of the newest result of a suite, and its conditions
+    <!-- perf:result file=NAME -->    the same of the result perf/results/NAME.json, whatever came after it
     <!-- perf:row variant=v3 -->      what the newest ladder says of one rung, as a sentence
     <!-- perf:plot name=ladder -->    a plot
     <!-- perf:profile -->             what Nsight Compute says of the variants, from the newest profiles
@@ -63,11 +64,21 @@ class Pages:
         found = self.newest(suite, dtype)
         if not found:
             return _missing(suite, dtype)
-        path, record = found
+        return self._body(page, *found)
+
+    def result(self, page: Path, file: str) -> str:
+        """The table of one result, whatever came after it."""
+        found = [(p, r) for p, r in self.records if p.stem == file]
+        if not found:
+            raise ValueError(f"{page}: file must be a whole result, got {file!r}")
+        return self._body(page, *found[0])
+
+    def _body(self, page: Path, path: Path, record: dict[str, Any]) -> str:
         link = os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
         quick = " A quick run." if record["quick"] else ""
         lines = [tables.body(record, tables.MARKDOWN), "", f"{tables.conditions(record)}{quick} [Raw samples]({link})."]
-        skipped = {s["contender"]: s["reason"] for s in record["skipped"] if s["shape"] is None or suite == "ladder"}
+        whole = record["suite"] == "ladder"
+        skipped = {s["contender"]: s["reason"] for s in record["skipped"] if s["shape"] is None or whole}
         lines += ["", *(f"Not measured: {name}: {reason}." for name, reason in skipped.items())] if skipped else []
         return "\n".join(lines)
 
@@ -127,6 +138,7 @@ class Pages:
     def fill(self, page: Path, text: str) -> str:
         kinds: dict[str, Callable[..., str]] = {
             "table": self.table,
+            "result": self.result,
             "row": self.row,
             "plot": self.plot,
             "profile": self.profile,

@@ -128,6 +128,7 @@ def test_a_full_run_is_preferred_to_a_newer_quick_one(root):
     [
         ("<!-- perf:chart name=x -->\n<!-- /perf -->\n", "perf:chart must be of"),
         ("<!-- perf:table suite=ladder -->\n", "1 opening and 0 closing"),
+        ("<!-- perf:result file=2026-01-01-nothing -->\n<!-- /perf -->\n", "file must be a whole result, got '2026-"),
         ("<!-- perf:plot name=pie -->\n<!-- /perf -->\n", "plot must be of"),
     ],
 )
