@@ -25,9 +25,10 @@ run: $(VENV)/.installed-run
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-# On a Hopper GPU. Without one, every test is skipped, and says so.
+# On a Hopper GPU. Without one, every test is skipped, and says so. A kernel that hangs cannot be interrupted: the
+# thread method ends the process instead.
 gpu-test: $(VENV)/.installed-dev
-	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m pytest -m gpu --timeout 300 --timeout-method thread $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
