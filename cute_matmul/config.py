@@ -25,17 +25,15 @@ WGMMA_ROWS = 64
 BARRIER_BYTES = 8
 """Size of one mbarrier object (PTX ISA, mbarrier)."""
 
-BUFFER_ALIGN = 1024
-"""Alignment of an operand buffer: the period of the 128-byte swizzle, 8 rows of 128 bytes."""
-
 NON_ACCUMULATOR_REGISTERS = 40
-"""Registers a thread is given beside its accumulators: descriptors, coordinates, loop state, the epilogue.
+"""Registers a thread is reckoned to need beside its accumulators: descriptors, coordinates, loop state, the epilogue.
 
 With 128 accumulators that makes 168, the most that lets three CTAs of 128 threads share an SM.
 """
 
 LEAST_OTHER_REGISTERS = 24
-"""Fewer than any of the variants needs beside its accumulators, as compiled (26 to 39)."""
+"""Fewer than any of the variants needs beside its accumulators, as compiled: 26 in V1 to V6 (one configuration 27), 27
+to 75 in V0, which keeps operands in registers too."""
 
 # Per SM of compute capability 9.0: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability"; allocation granularities: `cuda_occupancy.h` of the CUDA toolkit 13.0, with which `ctas_per_sm`
@@ -58,7 +56,7 @@ class TileConfig:
     tile_shape_mnk: elements of C per CTA (M, N), and K elements per stage.
     num_stages: slots of the operand ring in shared memory.
     cluster_shape_mn: CTAs of a cluster along M and N.
-    raster_group: tiles along M that are walked together before N advances (1: plain column order).
+    raster_group: tiles along M that are walked together before N advances (1: one row of tiles after another).
     """
 
     tile_shape_mnk: tuple[int, int, int]
@@ -191,8 +189,8 @@ class Resources:
         too_little = SM_SMEM // (self.max_ctas_per_sm + 1) - CTA_RESERVED_SMEM  # one more CTA would fit
         return max(used, too_little + SMEM_GRANULE)
 
-    def ctas_per_sm(self, config: TileConfig, element_bytes: int = 2) -> int:
-        """CTAs that an SM's registers and shared memory hold together; what the compiler is asked to allow."""
+    def ctas_asked_for(self, config: TileConfig, element_bytes: int = 2) -> int:
+        """CTAs that the compiler is asked to let share an SM: by NON_ACCUMULATOR_REGISTERS, an estimate of the code."""
         registers = self.accumulator_registers(config) + NON_ACCUMULATOR_REGISTERS
         by_registers = SM_REGISTERS // (registers * self.threads)
         by_smem = SM_SMEM // (self.smem_bytes(config, element_bytes) + CTA_RESERVED_SMEM)

@@ -1,7 +1,7 @@
 """Epilogues: accumulators to global memory.
 
-`store_direct` writes each thread's accumulators straight from registers. Nothing outside the output is written
-whatever its extents and strides: a tile that crosses the edge is stored element by element, under a mask.
+`store_direct` stores from registers, without shared memory. Nothing outside the output is written whatever its extents
+and strides.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def store_direct(
     tile_mn: cutlass.Constexpr[tuple[int, int]],
     coord_mn: tuple,
 ):
-    """Convert this thread's accumulators to mC's 16-bit type and store those that lie inside mC.
+    """Convert this warp's accumulators to mC's 16-bit type and store those that lie inside mC.
 
     acc is the thread's fragment of a tile_mn tile, mC the whole (M, N) output with unit stride along N, coord_mn
-    the tile's index. A whole tile is stored 16 bytes at a time where the output's address and row stride are multiples
-    of that; everything else goes one element at a time.
+    the tile's index. A tile that lies inside mC is stored 16 bytes at a time where the output's address and row stride
+    are multiples of that; anything else element by element, under a mask.
     """
     out = cute.make_rmem_tensor_like(acc, mC.element_type)
     out.store(acc.load().to(mC.element_type))
@@ -37,16 +37,12 @@ def store_direct(
     rows, columns = mC.shape
     row_stride = mC.stride[0]
     whole = (coord_mn[0] + 1) * tile_mn[0] <= rows and (coord_mn[1] + 1) * tile_mn[1] <= columns
+    tCgC = thr_mma.partition_C(cute.local_tile(mC, tile_mn, coord_mn))
     if whole and row_stride % VECTOR == 0 and mC.iterator.toint() % 16 == 0:
-        # What the branch has found is said to the copy. The places are those of the thread's first element and
-        # offsets known now: computed one by one they would take 128 registers.
-        pointer = cute.make_ptr(mC.element_type, mC.iterator.toint(), AddressSpace.gmem, assumed_align=16)
-        layout = cute.make_layout(mC.shape, stride=(cute.assume(row_stride, divby=VECTOR), 1))
-        store_blocks(out, thr_mma.partition_C(cute.local_tile(cute.make_tensor(pointer, layout), tile_mn, coord_mn)))
+        store_blocks(out, tCgC)
     else:
         tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
         tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
-        tCgC = thr_mma.partition_C(cute.local_tile(mC, tile_mn, coord_mn))
         for i in cutlass.range(cute.size(out), unroll_full=True):
             if cute.elem_less(tCcC[i], mC.shape):
                 tCgC[i] = out[i]
@@ -63,11 +59,12 @@ def store_blocks(out: cute.Tensor, tCgC: cute.Tensor):
     words, places = by_block(cute.recast_tensor(out, cutlass.Int32)), by_block(tCgC)
     _, halves, m_blocks, n_blocks = places.shape
     if cutlass.const_expr(n_blocks % QUAD):
-        cute.autovec_copy(out, tCgC)
+        cute.autovec_copy(out, tCgC)  # too narrow a tile to exchange
     else:
         lane = cute.arch.lane_idx() % QUAD
         _, to_half, to_m, to_n = places.stride
-        # From this lane's two columns of the first block to the first column of the block whose row it stores.
+        # One address, of the first row that this lane stores, from that of its own two columns; the rest are offsets
+        # from it, most of them known now. An address for each row would cost registers.
         first = places.iterator.toint() + lane * (to_n - 2) * (out.element_type.width // 8)
         rows = cute.make_tensor(
             cute.make_ptr(out.element_type, first, AddressSpace.gmem, assumed_align=16),

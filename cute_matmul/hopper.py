@@ -18,7 +18,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-WGMMA_M = 64  # rows of D per warp group, fixed by the instruction (PTX ISA, wgmma.mma_async: m64nNk16)
+from .config import WGMMA_ROWS
+
 WGMMA_K = 16  # K extent of one 16-bit WGMMA
 BUFFER_ALIGN = 1024  # bytes: a 128-byte swizzle repeats every 8 rows of 128 bytes, and TMA counts from there
 
@@ -108,7 +109,7 @@ def wgmma(
     op = warpgroup.MmaF16BF16Op(
         mA.element_type,
         acc_dtype,
-        (WGMMA_M, tile_n, WGMMA_K),
+        (WGMMA_ROWS, tile_n, WGMMA_K),
         warpgroup.OperandSource.SMEM,
         mma_major(mA),
         mma_major(mB),
@@ -119,7 +120,8 @@ def wgmma(
 def mma_sync(dtype: type, warps_mn: tuple[int, int]) -> cute.TiledMma:
     """Tiled mma.sync m16n8k16 over warps_mn warps, fp32 accumulation.
 
-    Each warp takes 16 columns a step, two instructions wide, so that one ldmatrix.x4 of B feeds both.
+    Each warp takes two blocks of 8 columns a step, interleaved with its neighbour's, so that one ldmatrix.x4 of B feeds
+    both instructions.
     """
     op = warp.MmaF16BF16Op(dtype, cutlass.Float32, (16, 8, 16))
     tiler = (warps_mn[0] * 16, warps_mn[1] * 16, 16)

@@ -71,7 +71,7 @@ _SASS = (
 )
 
 DISASSEMBLER_PACKAGE = "nvidia-cuda-nvdisasm"
-NO_DISASSEMBLER = f"needs nvdisasm, which is not installed: pip install {DISASSEMBLER_PACKAGE} (or cute-matmul[sass])"
+NO_DISASSEMBLER = f"needs nvdisasm: pip install {DISASSEMBLER_PACKAGE} (or this package's extra sass)"
 
 # Attribute codes of `.nv.info`, with the names that nvdisasm prints for them.
 _EIATTR_FRAME_SIZE = 0x11

@@ -1,4 +1,4 @@
-"""Which parity to wait for, and the barriers waited on: the one part that all variants share.
+"""Which parity to wait for, and the barriers waited on: shared from V2 on.
 
 An mbarrier has a phase bit that flips each time its expected arrivals (and bytes) are complete. A wait names
 the parity of the phase it wants finished: `wait(parity)` returns once the phase of that parity is over, so a
@@ -35,7 +35,7 @@ class StagePhases:
 
     `phases[stage]` is the parity to wait for next; `flip(stage)` is called once each time the stage has been
     consumed. The stage may be a run-time value; the array is then indexed at run time, which a compiler cannot
-    keep in registers. Use `StagePhases.in_registers` inside a kernel.
+    keep in registers. Use `StagePhases.in_kernel` inside a kernel.
     """
 
     def __init__(self, num_stages: int, init: int = CONSUMER_START) -> None:
@@ -44,7 +44,7 @@ class StagePhases:
         self._phases: Any = [init] * num_stages
 
     @classmethod
-    def in_registers(cls, num_stages: int, init: int = CONSUMER_START) -> StagePhases:
+    def in_kernel(cls, num_stages: int, init: int = CONSUMER_START) -> StagePhases:
         """The same state as a register tensor of a kernel being traced."""
         phases = cls(num_stages, init)
         phases._phases = cute.make_rmem_tensor(num_stages, cutlass.Int32)
@@ -85,7 +85,7 @@ class PipelineState:
         self.phase: Any = init
 
     @classmethod
-    def in_registers(cls, num_stages: int, role: str) -> PipelineState:
+    def in_kernel(cls, num_stages: int, role: str) -> PipelineState:
         """The same state as values of a kernel being traced."""
         state = cls(num_stages, role)
         state.index, state.phase = cutlass.Int32(state.index), cutlass.Int32(state.phase)

@@ -71,7 +71,7 @@ class Variant:
         return getattr(self.load(), "ACCUMULATOR", "float32")
 
 
-_TMA = "K and N strides must be multiples of 16 bytes, base addresses 16-byte aligned (TMA)"
+_TMA = "of A and of B, the stride that is not 1 and the address must be multiples of 16 bytes (TMA)"
 _TYPES = "float16 or bfloat16 in and out, fp32 accumulation; A and B each in either major order"
 
 BUILTIN = (

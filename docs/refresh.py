@@ -318,6 +318,9 @@ def ladder_table(page: Path, pages: render.Pages) -> str:
     headers = ["rung", "adds", "configuration", "threads", "registers", "shared memory", "CTAs per SM"]
     text = _markdown([*headers, "first calls over cuBLAS", "sustained over cuBLAS"], rows)
     if found:
+        chosen = {c["contender"]: c["details"].get("config") for c in found[1]["checks"]}
+        other = [f"{n} with {chosen[n]}" for n in RUNGS if chosen.get(n, inspected(n).config) != inspected(n).config]
+        text += f"\n\nMeasured in another configuration than the table's: {', '.join(other)}." if other else ""
         link = os.path.relpath(pages.root / "perf" / "results" / found[0].name, page.parent)
         text += f"\n\n{tables.conditions(found[1])} [Raw samples]({link})."
     return text

@@ -105,7 +105,7 @@ class Pages:
                 text += f" at {sustained.energy.gross_pj:.2f} pJ/FLOP"
         accumulate = tables.accumulate_of(record, variant)
         sums = "Both add in fp32" if accumulate == "fp32" else f"{variant} adds in {accumulate}, cuBLAS in fp32"
-        return f"{text}. {sums}."
+        return f"{text}. {sums}. Commit {(record['commit'] or 'unknown')[:10]}."
 
     def plot(self, page: Path, name: str, dtype: str = "float16") -> str:
         if name not in plots.PLOTS:
@@ -119,13 +119,20 @@ class Pages:
     def profile(self, page: Path, dtype: str = "float16") -> str:
         from perf import profile
 
-        newest = {}
-        for _, record in self.records:
+        newest, source = {}, {}
+        for path, record in self.records:
             if record["suite"] == "profile" and record["conditions"]["dtype"] == dtype:
                 newest |= {m["variant"]: m for m in record["measurements"]}
+                source |= dict.fromkeys((m["variant"] for m in record["measurements"]), (path, record))
         if not newest:
             return _missing("profile", dtype, "python perf/profile.py v2")
-        return profile.table([newest[name] for name in sorted(newest)], tables.MARKDOWN)
+        lines = [profile.table([newest[name] for name in sorted(newest)], tables.MARKDOWN), ""]
+        for path in sorted({path for path, _ in source.values()}):
+            record = next(r for p, r in source.values() if p == path)
+            whose = ", ".join(sorted(name for name, (p, _) in source.items() if p == path))
+            link = os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
+            lines.append(f"{whose}: {tables.conditions(record)} [Raw figures]({link}).")
+        return "\n".join(lines)
 
     def figure(self, name: str, dtype: str) -> Path:
         return self.root / FIGURES / (f"{name}.svg" if dtype == "float16" else f"{name}-{dtype}.svg")

@@ -26,7 +26,6 @@ COMMANDS = {
     "make run": ".ci/run",
     "make test": ".ci/run",
     "make run TORCH_INDEX=<PyTorch's index of CPU wheels>": ".ci/run",
-    "pip install 'cute-matmul[sass]'": ".ci/run",
     "python -m cute_matmul.variants.v0": f"{CLI}::test_module_of_a_variant_is_the_same_command",
     "python -m cute_matmul.variants.v2": ".ci/run",
     "python -m cute_matmul list": f"{CLI}::test_list_has_every_rung_and_marks_the_default",

@@ -357,7 +357,7 @@ V2 = (
     Mutant(
         "phase-starts-at-1",
         "v2",
-        (Edit("in_registers(num_stages)", "in_registers(num_stages, 1)"),),
+        (Edit("in_kernel(num_stages)", "in_kernel(num_stages, 1)"),),
         "the first wait for a stage passes at once, unless its copy has landed already: then it blocks",
         hazards=(f"{STALE}|{DEADLOCK}",),
         also=AFTER_STALE,
@@ -559,7 +559,7 @@ V3 = (
     Mutant(
         "consumer-with-the-producer-s-parity",
         "v3",
-        (Edit('in_registers(ring.num_stages, "consumer")', 'in_registers(ring.num_stages, "producer")'),),
+        (Edit('in_kernel(ring.num_stages, "consumer")', 'in_kernel(ring.num_stages, "producer")'),),
         "the first wait passes before a byte has landed, unless the copy was faster: then it blocks",
         hazards=(f"{STALE}|{DEADLOCK}",),
         also=AFTER_STALE,
@@ -1492,7 +1492,8 @@ EQUIVALENT = (
         "v2",
         (
             Edit(
-                "        # After the preload, so that its copy is under way while the CTA gathers.\n"
+                "        # The tutorial's. No hazard needs it: warp 0 refills, and has itself waited for the readers "
+                "(docs/v2.md).\n"
                 "        cute.arch.sync_threads()\n",
                 "",
             ),

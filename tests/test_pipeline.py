@@ -444,7 +444,7 @@ def test_copy_goes_its_own_way():
 
 @cute.kernel
 def states_kernel(out: cute.Tensor, count: cutlass.Int32, num_stages: cutlass.Constexpr):
-    state = PipelineState.in_registers(num_stages, "producer")
+    state = PipelineState.in_kernel(num_stages, "producer")
     for i in cutlass.range(count, unroll=1):
         out[i] = state.index * 2 + state.phase
         if i % 3 != 2:
@@ -453,7 +453,7 @@ def states_kernel(out: cute.Tensor, count: cutlass.Int32, num_stages: cutlass.Co
 
 @cute.kernel
 def phases_kernel(out: cute.Tensor, count: cutlass.Int32, num_stages: cutlass.Constexpr):
-    phases = StagePhases.in_registers(num_stages)
+    phases = StagePhases.in_kernel(num_stages)
     for i in cutlass.range(count, unroll=1):
         out[i] = phases[i % num_stages]
         if i % 3 != 2:

@@ -94,6 +94,7 @@ def matmul_v0_kernel(
     phase = cutlass.Int32(0)
     for k_tile in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
         if warp_idx == 0:
+            # NOTE: a TMA load elects its lane by itself, an arrival does not.
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes(config))
             cute.copy(a_tma, tAgA[None, k_tile], tAsA[None, 0], tma_bar_ptr=full)

@@ -6,8 +6,8 @@ memory itself. The copies shared -> registers, and the registers they needed, ar
 Why: one m64n128k16 WGMMA does the work of 64 mma.sync m16n8k16, with one instruction issued per warp and no
 ldmatrix in between, so the tensor cores no longer wait for the issue slots and the shared-memory pipe.
 
-What it did: 0.78 of cuBLAS where V0 has 0.55. All of the overlap is between CTAs: the compiler is asked for registers
-that let three share an SM. With two it ran at 0.59.
+What it did: 0.78 of cuBLAS where V0 has 0.55. All of the overlap is between CTAs: three share an SM, which
+`min_blocks_per_mp` holds the compiler to. With two, an earlier build ran at 0.59.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     matmul_v1_kernel(a_tma, a_coords, b_tma, b_coords, mC, tiled_mma, a_layout, b_layout, config).launch(
         grid=(*cute.ceil_div(mC.shape, (tile_m, tile_n)), 1),
         block=(RESOURCES.threads, 1, 1),
-        min_blocks_per_mp=RESOURCES.ctas_per_sm(config),
+        min_blocks_per_mp=RESOURCES.ctas_asked_for(config),
         preferred_smem_carveout=100,
         stream=stream,
     )

@@ -48,7 +48,7 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     matmul_v3_kernel(a_tma, a_coords, b_tma, b_coords, mC, tiled_mma, a_layout, b_layout, config).launch(
         grid=(*cute.ceil_div(mC.shape, (tile_m, tile_n)), 1),
         block=(RESOURCES.threads, 1, 1),
-        min_blocks_per_mp=RESOURCES.ctas_per_sm(config),
+        min_blocks_per_mp=RESOURCES.ctas_asked_for(config),
         preferred_smem_carveout=100,
         stream=stream,
     )
@@ -96,7 +96,7 @@ def matmul_v3_kernel(
 @cute.jit
 def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
     """One warp: wait until a stage is empty, announce its bytes, start its copies."""
-    state = PipelineState.in_registers(ring.num_stages, "producer")
+    state = PipelineState.in_kernel(ring.num_stages, "producer")
     for k_tile in cutlass.range(k_tiles, unroll=ring.num_stages):
         with hopper.traced("wait"):
             cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
@@ -125,7 +125,7 @@ def consumer(
     acc.fill(0.0)
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
-    state = PipelineState.in_registers(ring.num_stages, "consumer")
+    state = PipelineState.in_kernel(ring.num_stages, "consumer")
     for _ in cutlass.range(k_tiles, unroll=ring.num_stages):
         with hopper.traced("wait"):
             cute.arch.mbarrier_wait(ring.full + state.index, state.phase)

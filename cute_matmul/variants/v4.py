@@ -8,7 +8,7 @@ Why: two warp groups hold twice the accumulators, so the tile can be 128x256, wh
 product than 128x128; and while one group waits for its WGMMA to retire, the other's keeps the tensor cores busy. The
 grouped order keeps few tiles of A and B in use at a time, so that they are found in L2.
 
-What it did: 0.97 of cuBLAS where V3 has 0.83. More than half of that is the order of the tiles: twelve rows of them
+What it did: 0.97 of cuBLAS where V3 has 0.83. About half of that is the order of the tiles: twelve rows of them
 to a group, since 12 x 11 tiles are one wave on 132 SMs.
 """
 
@@ -52,7 +52,7 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     matmul_v4_kernel(a_tma, a_coords, b_tma, b_coords, mC, tiled_mma, a_layout, b_layout, order, config).launch(
         grid=(m_tiles * n_tiles, 1, 1),
         block=(RESOURCES.threads, 1, 1),
-        min_blocks_per_mp=RESOURCES.ctas_per_sm(config),
+        min_blocks_per_mp=RESOURCES.ctas_asked_for(config),
         preferred_smem_carveout=100,
         stream=stream,
     )
@@ -100,7 +100,7 @@ def matmul_v4_kernel(
 @cute.jit
 def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
     """One warp: fill the ring as fast as the consumers empty it."""
-    state = PipelineState.in_registers(ring.num_stages, "producer")
+    state = PipelineState.in_kernel(ring.num_stages, "producer")
     for k_tile in cutlass.range(k_tiles, unroll=ring.num_stages):
         ring.producer_acquire(state)
         for tma, shared, tiles in loads:
@@ -127,7 +127,7 @@ def consumer(
     acc.fill(0.0)
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
-    state = PipelineState.in_registers(ring.num_stages, "consumer")
+    state = PipelineState.in_kernel(ring.num_stages, "consumer")
     for _ in cutlass.range(k_tiles, unroll=ring.num_stages):
         ring.consumer_wait(state)
         warpgroup.fence()

@@ -72,7 +72,7 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     ).launch(
         grid=(m_tiles * n_tiles, 1, 1),
         block=(RESOURCES.threads, 1, 1),
-        min_blocks_per_mp=RESOURCES.ctas_per_sm(config),
+        min_blocks_per_mp=RESOURCES.ctas_asked_for(config),
         preferred_smem_carveout=100,
         stream=stream,
     )
@@ -129,7 +129,7 @@ def matmul_v6_kernel(
 @cute.jit
 def producer(loads: tuple, ring: BarrierRing, k_tiles: cutlass.Int32):
     """One warp: fill the ring as fast as the consumers empty it."""
-    state = PipelineState.in_registers(ring.num_stages, "producer")
+    state = PipelineState.in_kernel(ring.num_stages, "producer")
     for k_tile in cutlass.range(k_tiles, unroll=ring.num_stages):
         ring.producer_acquire(state)
         for tma, shared, tiles in loads:
@@ -156,7 +156,7 @@ def consumer(
     acc.fill(0.0)
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
-    state = PipelineState.in_registers(ring.num_stages, "consumer")
+    state = PipelineState.in_kernel(ring.num_stages, "consumer")
     release = state.copy()  # one behind: the stage whose products are still in flight
     multiply(tiled_mma, acc, tCrA, tCrB, ring, state)
     state.advance()
