@@ -86,6 +86,8 @@ def by_block(fragment: cute.Tensor) -> cute.Tensor:
     (pair, half, *inside), m, n = fragment.shape
     (to_column, to_half, *to_inside), to_m, to_n = fragment.stride
     if inside:
+        if n != 1:
+            raise ValueError(f"acc must be of one WGMMA along N, got a fragment of shape {fragment.shape}")
         n, to_n = inside[0], to_inside[0]
     layout = cute.make_layout((pair, half, m, n), stride=(to_column, to_half, to_m, to_n))
     return cute.make_tensor(fragment.iterator, layout)

@@ -16,9 +16,10 @@ import cases
 import pytest
 
 from cute_matmul import compile as compiling
-from cute_matmul import inspection, registry
+from cute_matmul import hopper, inspection, registry
 from cute_matmul.compile import CACHE_VARIABLE, compile_kernel
 from cute_matmul.config import TileConfig
+from cute_matmul.variants import v1
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -176,3 +177,12 @@ def test_the_same_code_whatever_the_environment(tmp_path):
     expected = [hashlib.sha256(data).hexdigest() for data in (here.ptx.encode(), here.cubin)]
     assert [json.loads(output) for output, _ in outputs] == [expected, expected]
     assert not [path for folder in tmp_path.iterdir() for path in folder.iterdir()], "files were left behind"
+
+
+def test_a_fragment_of_several_instructions_along_n_is_refused(monkeypatch):
+    """store_direct would leave out what the second instruction computed."""
+    whole = hopper.wgmma
+    monkeypatch.setattr(hopper, "wgmma", lambda mA, mB, tile_n, **more: whole(mA, mB, tile_n // 2, **more))
+    facts = {"variant": "v1", "config": "", "dtype": "float16", "a_major": "k", "b_major": "k"}
+    with pytest.raises(ValueError, match="acc must be of one WGMMA along N"):
+        compiling._compile(v1, v1.DEFAULT, facts)
