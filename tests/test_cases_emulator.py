@@ -71,11 +71,11 @@ def pytest_generate_tests(metafunc):
     everything = metafunc.config.getoption("--all-configs")
     names = metafunc.fixturenames
     if "mnk" in names:
-        metafunc.parametrize(("variant", "mnk", "dtype", "majors"), shape_rows(everything))
+        metafunc.parametrize(("variant", "mnk", "dtype", "majors"), list(shape_rows(everything)))
     elif "config" in names:
-        metafunc.parametrize(("variant", "config", "dtype", "majors"), config_rows(everything))
+        metafunc.parametrize(("variant", "config", "dtype", "majors"), list(config_rows(everything)))
     elif "view" in names:
-        metafunc.parametrize(("variant", "view", "dtype"), view_rows(everything))
+        metafunc.parametrize(("variant", "view", "dtype"), list(view_rows(everything)))
 
 
 def test_shape(variant, mnk, dtype, majors):

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 import numpy as np
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.utils import TensorMapManager, TensorMapUpdateMode
+from cutlass.tensor_utils import TensorMapManager, TensorMapUpdateMode
 
 THREADS = 128
 UNTOUCHED = 0xA5
