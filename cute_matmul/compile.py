@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import registry
 from .config import TileConfig
+from .registry import DTYPES
 
 if TYPE_CHECKING:
     import torch
 
 ARCH = "sm_90a"
 SUPPORTED_DSL = "4.8.1"
-DTYPES = ("float16", "bfloat16")
 A_MAJORS = ("k", "m")
 B_MAJORS = ("k", "n")
 OPERAND_ALIGN = 16
@@ -138,9 +138,8 @@ def compile_kernel(
             _loaded.setdefault(entry.module, _STARTED if entry.module in sys.modules else time.time())
             module = entry.load()
             chosen = check_config(entry.name, module, config)
-            accepted = getattr(module, "DTYPES", DTYPES)
-            if dtype not in accepted:
-                raise ValueError(f"dtype must be one of {', '.join(accepted)} for {entry.name}, got {dtype!r}")
+            if dtype not in entry.dtypes:
+                raise ValueError(f"dtype must be one of {', '.join(entry.dtypes)} for {entry.name}, got {dtype!r}")
             kernel = _memory.get((entry, chosen, dtype, a_major, b_major))
             kernel = kernel or _load_or_compile(entry.name, module, chosen, dtype, a_major, b_major)
             _memory[key] = _memory[(entry, chosen, dtype, a_major, b_major)] = kernel

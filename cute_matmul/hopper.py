@@ -24,14 +24,14 @@ WGMMA_K = 16  # K extent of one 16-bit WGMMA
 BUFFER_ALIGN = 1024  # bytes: a 128-byte swizzle repeats every 8 rows of 128 bytes, and TMA counts from there
 
 
-def is_traced(value: Any) -> bool:
-    """Whether a value belongs to a trace; the state of pipeline.py and scheduler.py also runs on plain ints."""
+def is_dsl_value(value: Any) -> bool:
+    """Whether a value is the DSL's, in a kernel; the state of pipeline.py and scheduler.py also runs on plain ints."""
     return isinstance(value, cutlass.Numeric)
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Branch-free choice between 32-bit values, traced or plain."""
-    if is_traced(condition):
+    """Branch-free choice between 32-bit values, the DSL's or plain ones."""
+    if is_dsl_value(condition):
         return cutlass.Int32(dsl.select_(condition, cutlass.Int32(if_true), cutlass.Int32(if_false)))
     return if_true if condition else if_false
 

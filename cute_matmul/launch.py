@@ -237,9 +237,8 @@ def _make_plan(a: Any, b: Any, out: Any, variant: str | None, config: TileConfig
         config = TileConfig.parse(config)
     module = entry.load()
     chosen = check_config(entry.name, module, config)
-    accepted = getattr(module, "DTYPES", tuple(_NAMES.values()))
-    if _NAMES[a.dtype] not in accepted:
-        raise TypeError(f"a must be {' or '.join(accepted)} for variant {entry.name}, got {_text(a.dtype)}")
+    if _NAMES[a.dtype] not in entry.dtypes:
+        raise TypeError(f"a must be {' or '.join(entry.dtypes)} for variant {entry.name}, got {_text(a.dtype)}")
     for name, extent in (("M", m), ("N", n), ("K", k)):
         if extent > MAX_EXTENT:
             raise Unsupported(f"{name} must be at most {MAX_EXTENT}, got {extent}")

@@ -26,6 +26,9 @@ ENTRY_POINT_GROUP = "cute_matmul.variants"
 ENVIRONMENT = "CUTE_MATMUL_VARIANT"
 BUILTIN_DEFAULT = "v5"
 
+DTYPES = ("float16", "bfloat16")
+"""Types of the operands and the output that a variant takes unless its module names fewer in `DTYPES`."""
+
 MODULE_ATTRIBUTES = ("RESOURCES", "SPACE", "DEFAULT", "host")
 """What a variant's module must define: its CTA, its configurations, the one used untuned, its `@cute.jit` function."""
 
@@ -64,6 +67,11 @@ class Variant:
                 f"a variant's module defines {', '.join(MODULE_ATTRIBUTES)}"
             )
         return module
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types it takes: its module's DTYPES, all where it names none. Imports it."""
+        return getattr(self.load(), "DTYPES", DTYPES)
 
     @property
     def accumulator(self) -> str:

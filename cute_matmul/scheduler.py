@@ -62,4 +62,4 @@ class TileOrder:
 
 def _divisor(value: Any) -> Any:
     """A divisor for divmod: a reciprocal computed once on the host, or the plain int."""
-    return cute.FastDivmodDivisorV2(value) if hopper.is_traced(value) else value
+    return cute.FastDivmodDivisorV2(value) if hopper.is_dsl_value(value) else value

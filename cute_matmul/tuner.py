@@ -417,7 +417,7 @@ def _tune_all(options: argparse.Namespace) -> int:
     spaces: dict[str, list[TileConfig]] = {}
     for entry in entries:
         module = entry.load()
-        if dtype not in getattr(module, "DTYPES", (dtype,)):
+        if dtype not in entry.dtypes:
             print(f"{entry.name}: does not take {dtype}", file=sys.stderr)
             continue
         spaces[entry.name] = list(dict.fromkeys((module.DEFAULT, *module.SPACE)))

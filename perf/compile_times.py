@@ -107,7 +107,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
     }
     path = results.new_path(options.results, started, "cpu", "compile", options.dtype)
     for name in variants:
-        if options.dtype not in getattr(registry.get(name).load(), "DTYPES", (options.dtype,)):
+        if options.dtype not in registry.get(name).dtypes:
             record["skipped"].append({"contender": name, "shape": None, "reason": f"does not take {options.dtype}"})
             continue
         print(f"compiling {name}", file=sys.stderr, flush=True)

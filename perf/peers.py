@@ -67,7 +67,7 @@ class VariantContender:
     def takes(self, dtype: str) -> bool:
         from cute_matmul import registry
 
-        return dtype in getattr(registry.get(self.name).load(), "DTYPES", (dtype,))
+        return dtype in registry.get(self.name).dtypes
 
     def choose(self, shape: Shape, layout: Layout) -> tuple[Any, str]:
         """The configuration for a shape, and where it comes from: "given", "tuned" or "default"."""

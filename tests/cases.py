@@ -119,7 +119,7 @@ def accumulates_fp32(variant: str) -> bool:
 
 
 def accepted_dtypes(variant: str) -> tuple[str, ...]:
-    return getattr(registry.get(variant).load(), "DTYPES", DTYPES)
+    return registry.get(variant).dtypes
 
 
 def variant_dtypes() -> list[tuple[str, str]]:

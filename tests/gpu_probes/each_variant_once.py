@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs = 0
     for name in registry.names():
         entry = registry.get(name)
-        for dtype in getattr(entry.load(), "DTYPES", ("float16", "bfloat16")):
+        for dtype in entry.dtypes:
             for mnk in SHAPES:
                 a, b = problem.Problem(*mnk, dtype=dtype).operands()
                 out = matmul(a.to(options.device), b.to(options.device), variant=name).cpu()

@@ -26,7 +26,7 @@ def main(path: Path) -> None:
 
     found = {}
     for name in registry.names():
-        for dtype in getattr(registry.get(name).load(), "DTYPES", ("float16", "bfloat16")):
+        for dtype in registry.get(name).dtypes:
             a, b = (x.cuda() for x in operands(dtype))
             out = matmul(a, b, variant=name)
             found[f"{name}_{dtype}"] = out.cpu().view(torch.int16).numpy()

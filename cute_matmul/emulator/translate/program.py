@@ -13,7 +13,7 @@ import numpy as np
 
 from cute_matmul.emulator import ptx
 from cute_matmul.emulator.errors import UnknownInstruction
-from cute_matmul.emulator.ptx import Kernel, Module, Reg, Vec
+from cute_matmul.emulator.ptx import Instruction, Kernel, Module, Reg, Vec
 from cute_matmul.emulator.translate.function import FunctionWriter
 from cute_matmul.emulator.translate.types import NAMESPACE, SHARED_START
 from cute_matmul.emulator.translate.usage import consumes, destinations, is_rename, kind_of, registers_of, sources
@@ -164,19 +164,27 @@ class Program:
             base[width] = at
             at += self.kernel.registers[width]
         self._bit_base = base
+        live_in, live_out = self._flow(sources)
+        for node in self.nodes:
+            node.live_out = live_out[node.index]
+        self._entry_live = live_in[0]
+
+    def _flow(self, reads: Callable[[Instruction], list[Reg]]) -> tuple[list[int], list[int]]:
+        """Registers, as bits, whose value some path from each node's begin, and from its end, still reads.
+
+        `reads` says what an instruction reads. The exit counts as a last node, where nothing is read.
+        """
         uses, defines = [], []
         for node in self.nodes:
             use = define = 0
             for ins in self.instructions[node.start : node.end]:
-                for register in sources(ins):
-                    bit = self._bit(register)
-                    if not define & bit:
-                        use |= bit
+                for register in reads(ins):
+                    use |= self._bit(register) & ~define
                 for register in destinations(ins):
                     define |= self._bit(register)
             uses.append(use)
             defines.append(define)
-        live_in = [0] * (len(self.nodes) + 1)
+        live_in, live_out = [0] * (len(self.nodes) + 1), [0] * len(self.nodes)
         changed = True
         while changed:
             changed = False
@@ -185,45 +193,26 @@ class Program:
                 for successor in self.successors(node):
                     out |= live_in[successor]
                 into = uses[node.index] | (out & ~defines[node.index])
-                node.live_out = out
+                live_out[node.index] = out
                 if into != live_in[node.index]:
                     live_in[node.index] = into
                     changed = True
-        self._entry_live = live_in[0]
+        return live_in, live_out
 
     def _undefined(self) -> tuple[frozenset[Reg], frozenset[Reg]]:
         """Registers that some path reads before anything sets them, and those that may receive such a value.
 
         An accumulator of a wgmma counts as set there: whether it is read depends on scale-d, known when it runs.
         """
-        count = len(self.nodes)
-        uses, defines, by_bit = [0] * count, [0] * count, {}
-        for node in self.nodes:
-            use = define = 0
-            for ins in self.instructions[node.start : node.end]:
-                written = destinations(ins)
-                read = sources(ins)
-                if ins.opcode.startswith("wgmma.mma_async"):
-                    read = read[: len(read) - len(written)]
-                for register in read:
-                    bit = self._bit(register)
-                    by_bit[bit] = register
-                    use |= bit & ~define
-                for register in written:
-                    define |= self._bit(register)
-            uses[node.index], defines[node.index] = use, define
-        live_in = [0] * (count + 1)
-        changed = True
-        while changed:
-            changed = False
-            for node in reversed(self.nodes):
-                out = 0
-                for successor in self.successors(node):
-                    out |= live_in[successor]
-                into = uses[node.index] | (out & ~defines[node.index])
-                if into != live_in[node.index]:
-                    live_in[node.index] = into
-                    changed = True
+
+        def reads(ins: Instruction) -> list[Reg]:
+            read = sources(ins)
+            if ins.opcode.startswith("wgmma.mma_async"):
+                read = read[: len(read) - len(destinations(ins))]
+            return read
+
+        live_in, _ = self._flow(reads)
+        by_bit = {self._bit(register): register for ins in self.instructions for register in reads(ins)}
         accumulators = {
             r for ins in self.instructions if ins.opcode.startswith("wgmma.mma_async") for r in destinations(ins)
         }
