@@ -86,25 +86,15 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
     from cute_matmul import registry
 
     started = results.now()
-    record: dict[str, Any] = {
-        "format": results.FORMAT,
-        "suite": "compile",
-        "complete": False,
-        "simulated": False,
-        "quick": options.quick,
-        "started": started.isoformat(timespec="seconds"),
-        "command": " ".join(command),
-        **results.repository_state(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": versions(),
-        "conditions": {"dtype": options.dtype, "a_major": "k", "b_major": "k"},
-        "shapes": [],
-        "contenders": [],
-        "skipped": [],
-        "failed": [],
-        "checks": [],
-        "measurements": [],
-    }
+    record = results.begin(
+        "compile",
+        started,
+        command,
+        machine={"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        versions=versions(),
+        conditions={"dtype": options.dtype, "a_major": "k", "b_major": "k"},
+        quick=options.quick,
+    )
     path = results.new_path(options.results, started, "cpu", "compile", options.dtype)
     for name in variants:
         if options.dtype not in registry.get(name).dtypes:
@@ -113,8 +103,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
         print(f"compiling {name}", file=sys.stderr, flush=True)
         record["measurements"].append(measure(name, options.dtype, 1 if options.quick else REPEATS))
         results.write_atomically(path, results.dump(record))
-    record["complete"] = True
-    record["finished"] = results.now().isoformat(timespec="seconds")
+    results.end(record)
     results.write_atomically(path, results.dump(record))
     from perf import tables
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from time import perf_counter_ns
 from typing import Any
 
@@ -71,31 +72,17 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
     labels |= {name: f"matmul(a, b, out=out, variant={name!r})" for name in variants}
     if registry.default().name in variants:
         labels["default"] = "matmul(a, b, out=out)"
-    record: dict[str, Any] = {
-        "format": results.FORMAT,
-        "suite": "host",
-        "complete": False,
-        "simulated": False,
-        "quick": options.quick,
-        "started": started.isoformat(timespec="seconds"),
-        "command": " ".join(command),
-        **results.repository_state(),
-        "machine": device.describe(),
-        "versions": versions(),
-        "conditions": {
-            "dtype": layout.dtype,
-            "a_major": layout.a_major,
-            "b_major": layout.b_major,
-            "calls": count,
-            "data": "standard normal",
-        },
-        "shapes": [{"mnk": list(s.mnk), "name": s.name} for s in shapes],
-        "contenders": [{"name": n, "label": t, "kind": "host", "accumulate": "fp32"} for n, t in labels.items()],
-        "skipped": [],
-        "failed": [],
-        "checks": [],
-        "measurements": [],
-    }
+    record = results.begin(
+        "host",
+        started,
+        command,
+        machine=device.describe(),
+        versions=versions(),
+        conditions={**asdict(layout), "calls": count, "data": "standard normal"},
+        shapes=shapes,
+        contenders=[{"name": n, "label": t, "kind": "host", "accumulate": "fp32"} for n, t in labels.items()],
+        quick=options.quick,
+    )
     path = results.new_path(options.results, started, device.name, "host", layout.dtype)
     for shape in shapes:
         (o,) = device.operands(shape, layout, 1)
@@ -121,8 +108,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
                 {"phase": "host", "shape": list(shape.mnk), "contender": name, "samples_us": thin(values)}
             )
         results.write_atomically(path, results.dump(record))
-    record["complete"] = True
-    record["finished"] = results.now().isoformat(timespec="seconds")
+    results.end(record)
     results.write_atomically(path, results.dump(record))
     from perf import tables
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from perf import results, suites
@@ -57,31 +58,18 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
                     **distances(out, exact, shape.k),
                 }
             )
-    record = {
-        "format": results.FORMAT,
-        "suite": "precision",
-        "complete": True,
-        "simulated": False,
-        "quick": options.quick,
-        "started": started.isoformat(timespec="seconds"),
-        "finished": results.now().isoformat(timespec="seconds"),
-        "command": " ".join(command),
-        **results.repository_state(),
-        "machine": device.describe(),
-        "versions": versions(),
-        "conditions": {
-            "dtype": layout.dtype,
-            "a_major": layout.a_major,
-            "b_major": layout.b_major,
-            "data": "standard normal",
-        },
-        "shapes": [{"mnk": list(s.mnk), "name": s.name} for s in shapes],
-        "contenders": [],
-        "skipped": [],
-        "failed": [],
-        "checks": [],
-        "measurements": measurements,
-    }
+    record = results.begin(
+        "precision",
+        started,
+        command,
+        machine=device.describe(),
+        versions=versions(),
+        conditions={**asdict(layout), "data": "standard normal"},
+        shapes=shapes,
+        quick=options.quick,
+    )
+    record["measurements"] = measurements
+    results.end(record)
     path = results.new_path(options.results, started, device.name, "precision", layout.dtype)
     results.write_atomically(path, results.dump(record))
     from perf import tables

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -287,25 +287,15 @@ def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
     options.metrics = wanted_metrics(ncu)
     version = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False).stdout
     started = results.now()
-    record: dict[str, Any] = {
-        "format": results.FORMAT,
-        "suite": "profile",
-        "complete": False,
-        "simulated": False,
-        "quick": False,
-        "started": started.isoformat(timespec="seconds"),
-        "command": " ".join(["perf/profile.py", *sys.argv[1:]]),
-        **results.repository_state(),
-        "machine": {},
-        "versions": {**versions(), "ncu": (re.findall(r"Version (\S+)", version) or ["unknown"])[0]},
-        "conditions": {"dtype": layout.dtype, "a_major": layout.a_major, "b_major": layout.b_major},
-        "shapes": [{"mnk": list(shape.mnk), "name": shape.name}],
-        "contenders": [],
-        "skipped": [],
-        "failed": [],
-        "checks": [],
-        "measurements": [],
-    }
+    record = results.begin(
+        "profile",
+        started,
+        ["perf/profile.py", *sys.argv[1:]],
+        machine={},
+        versions={**versions(), "ncu": (re.findall(r"Version (\S+)", version) or ["unknown"])[0]},
+        conditions=asdict(layout),
+        shapes=[shape],
+    )
     path = None
     for variant in options.variants:
         module = registry.get(variant).load()
@@ -332,8 +322,7 @@ def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
         results.write_atomically(path, results.dump(record))
     if path is None:
         return 1
-    record["complete"] = True
-    record["finished"] = results.now().isoformat(timespec="seconds")
+    results.end(record)
     results.write_atomically(path, results.dump(record))
     print(table(record["measurements"]))
     print(f"\n{path}")

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,49 @@ FOLDER = ROOT / "perf" / "results"
 
 IDENTITY = ("suite", "dtype", "a_major", "b_major", "quick", "simulated")
 """What must agree for a run to be a continuation of another; besides, commit, GPU, shapes and contenders."""
+
+
+def begin(
+    suite: str,
+    started: datetime,
+    command: Sequence[str],
+    *,
+    machine: dict[str, Any],
+    versions: dict[str, str],
+    conditions: dict[str, Any],
+    shapes: Iterable[Any] = (),
+    contenders: Sequence[dict[str, Any]] = (),
+    quick: bool = False,
+    simulated: bool = False,
+) -> dict[str, Any]:
+    """A result with everything but what is measured. shapes: `suites.Shape`s."""
+    return {
+        "format": FORMAT,
+        "suite": suite,
+        "complete": False,
+        "simulated": simulated,
+        "quick": quick,
+        "started": started.isoformat(timespec="seconds"),
+        "finished": None,
+        "command": " ".join(command),
+        **repository_state(),
+        "machine": machine,
+        "versions": versions,
+        "conditions": conditions,
+        "shapes": [{"mnk": list(s.mnk), "name": s.name} for s in shapes],
+        "contenders": list(contenders),
+        "skipped": [],
+        "failed": [],
+        "checks": [],
+        "ceilings": [],
+        "measurements": [],
+    }
+
+
+def end(record: dict[str, Any]) -> None:
+    """Mark a result as whole, now."""
+    record["complete"] = True
+    record["finished"] = now().isoformat(timespec="seconds")
 
 
 def write_atomically(path: Path, text: str) -> None:

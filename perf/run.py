@@ -101,34 +101,23 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
         _compile(contenders, suite, layout)
 
     started = results.now()
-    record = {
-        "format": results.FORMAT,
-        "suite": suite.name,
-        "complete": False,
-        "simulated": device.simulated,
-        "quick": options.quick,
-        "started": started.isoformat(timespec="seconds"),
-        "finished": None,
-        "command": " ".join(command),
-        **results.repository_state(),
-        "machine": device.describe(),
-        "versions": versions(),
-        "conditions": {
+    record = results.begin(
+        suite.name,
+        started,
+        command,
+        machine=device.describe(),
+        versions=versions(),
+        conditions={
             **asdict(layout),
             "data": "standard normal",
             "operand_sets_times_l2": 3,
             "effort": asdict(effort),
         },
-        "shapes": [{"mnk": list(s.mnk), "name": s.name} for s in suite.shapes],
-        "contenders": [
-            {"name": c.name, "label": c.label, "kind": c.kind, "accumulate": c.accumulate} for c in contenders
-        ],
-        "skipped": [],
-        "failed": [],
-        "checks": [],
-        "ceilings": [],
-        "measurements": [],
-    }
+        shapes=suite.shapes,
+        contenders=[{"name": c.name, "label": c.label, "kind": c.kind, "accumulate": c.accumulate} for c in contenders],
+        quick=options.quick,
+        simulated=device.simulated,
+    )
     path = None
     if not options.no_resume:
         stopped = results.unfinished(options.results, results.identity(record))
@@ -157,8 +146,7 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
         except BaseException:
             save()
             raise
-    record["complete"] = True
-    record["finished"] = results.now().isoformat(timespec="seconds")
+    results.end(record)
     record["seconds"] = round(device.now() - run.started, 1)
     save()
     from perf import tables
