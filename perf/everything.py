@@ -36,11 +36,8 @@ class Step:
 
 
 def _suite(name: str, *more: str, limit_s: int = 900) -> Step:
-    return Step("-".join([name, *(m.lstrip("-") for m in more if m != "--dtype")]), _run(name, *more), limit_s)
-
-
-def _run(name: str, *more: str) -> tuple[str, ...]:
-    return ("perf/run.py", "--suite", name, *more)
+    label = "-".join([name, *(m.lstrip("-") for m in more if m != "--dtype")])
+    return Step(label, ("perf/run.py", "--suite", name, *more), limit_s)
 
 
 STEPS = (

@@ -29,14 +29,13 @@ def best_of(
     """
     tried: dict[str, Any] = {}
     times: dict[str, list[float]] = {}
-    launches = dict(candidates)
-    for order in stats.interleave(len(launches), CHOICE_ROUNDS):
-        for label in (list(launches)[i] for i in order):
+    for order in stats.interleave(len(candidates), CHOICE_ROUNDS):
+        for label, launch in (candidates[i] for i in order):
             if label in tried:
                 continue
             try:
-                launches[label](operands.a, operands.b, operands.out)
-                times.setdefault(label, []).append(seconds(launches[label]))
+                launch(operands.a, operands.b, operands.out)
+                times.setdefault(label, []).append(seconds(launch))
             except Exception as error:
                 tried[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 times.pop(label, None)
@@ -45,7 +44,7 @@ def best_of(
     if not medians:
         raise Skip(f"no candidate ran: {tried}")
     best = min(medians, key=medians.__getitem__)
-    return launches[best], {"config": best, "candidates_us": tried}
+    return dict(candidates)[best], {"config": best, "candidates_us": tried}
 
 
 @dataclass

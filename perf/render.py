@@ -73,8 +73,12 @@ class Pages:
             raise ValueError(f"{page}: file must be a whole result, got {file!r}")
         return self._body(page, *found[0])
 
+    def link(self, page: Path, path: Path) -> str:
+        """A result's file as a page links to it."""
+        return os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
+
     def _body(self, page: Path, path: Path, record: dict[str, Any]) -> str:
-        link = os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
+        link = self.link(page, path)
         quick = " A quick run." if record["quick"] else ""
         lines = [tables.body(record, tables.MARKDOWN), "", f"{tables.conditions(record)}{quick} [Raw samples]({link})."]
         whole = record["suite"] == "ladder"
@@ -105,7 +109,7 @@ class Pages:
                 text += f" at {sustained.energy.gross_pj:.2f} pJ/FLOP"
         accumulate = tables.accumulate_of(record, variant)
         sums = "Both add in fp32" if accumulate == "fp32" else f"{variant} adds in {accumulate}, cuBLAS in fp32"
-        return f"{text}. {sums}. Commit {(record['commit'] or 'unknown')[:10]}."
+        return f"{text}. {sums}. Commit {tables.commit_of(record)}."
 
     def plot(self, page: Path, name: str, dtype: str = "float16") -> str:
         if name not in plots.PLOTS:
@@ -119,19 +123,18 @@ class Pages:
     def profile(self, page: Path, dtype: str = "float16") -> str:
         from perf import profile
 
-        newest, source = {}, {}
+        newest = {}
         for path, record in self.records:
             if record["suite"] == "profile" and record["conditions"]["dtype"] == dtype:
-                newest |= {m["variant"]: m for m in record["measurements"]}
-                source |= dict.fromkeys((m["variant"] for m in record["measurements"]), (path, record))
+                newest |= {m["variant"]: (m, path) for m in record["measurements"]}
         if not newest:
             return _missing("profile", dtype, "python perf/profile.py v2")
-        lines = [profile.table([newest[name] for name in sorted(newest)], tables.MARKDOWN), ""]
-        for path in sorted({path for path, _ in source.values()}):
-            record = next(r for p, r in source.values() if p == path)
-            whose = ", ".join(sorted(name for name, (p, _) in source.items() if p == path))
-            link = os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
-            lines.append(f"{whose}: {tables.conditions(record)} [Raw figures]({link}).")
+        lines = [profile.table([newest[name][0] for name in sorted(newest)], tables.MARKDOWN), ""]
+        for path, record in self.records:
+            whose = sorted(name for name, (_, source) in newest.items() if source == path)
+            if whose:
+                where = self.link(page, path)
+                lines.append(f"{', '.join(whose)}: {tables.conditions(record)} [Raw figures]({where}).")
         return "\n".join(lines)
 
     def figure(self, name: str, dtype: str) -> Path:

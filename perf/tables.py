@@ -279,12 +279,16 @@ def precision(record: dict[str, Any], style: str = PLAIN) -> str:
     return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
 
 
+def commit_of(record: dict[str, Any]) -> str:
+    """The commit measured, and whether the tree was other than it."""
+    return (record["commit"] or "unknown")[:10] + ("" if record["clean"] else ", tree not clean")
+
+
 def conditions(record: dict[str, Any]) -> str:
     """One paragraph: what was measured on what, and what a reader must know before quoting it."""
     machine, state = record["machine"], record["conditions"]
-    commit = (record["commit"] or "unknown")[:10] + ("" if record["clean"] else ", tree not clean")
     where = machine["gpu"] if "gpu" in machine else f"No GPU: {machine['cores']} cores of {machine['processor']}"
-    text = [f"{where}, {record['started'][:10]}, commit {commit}"]
+    text = [f"{where}, {record['started'][:10]}, commit {commit_of(record)}"]
     if "driver" in machine:
         text.append(f"driver {machine['driver']}")
     text += [f"{package} {version}" for package, version in record["versions"].items() if package != "cute-matmul"]
