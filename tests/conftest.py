@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+CACHE_VARIABLE = "CUTE_MATMUL_CACHE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Unless the caller names a cache, kernels are kept beside pytest's own files, not in the user's cache.
+
+    What another checkout compiled then decides no result, and the suite leaves nothing behind outside its own checkout.
+    """
+    if CACHE_VARIABLE not in os.environ:
+        keeps = config.pluginmanager.has_plugin("cacheprovider")
+        os.environ[CACHE_VARIABLE] = str(config.cache.mkdir("kernels")) if keeps else "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
