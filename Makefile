@@ -1,5 +1,5 @@
 # `make run` and `make test` need nothing but Python 3.10 to 3.13: no compiler, CUDA toolkit, driver or GPU.
-# Both make .venv on first use; pyproject.toml or constraints.txt newer than it means installing again.
+# Both make .venv on first use; pyproject.toml or constraints.txt newer than it, or other EXTRAS, mean installing again.
 #
 # PYTHON=...       interpreter for .venv (default: the first that fits of those below)
 # TORCH_INDEX=...  URL of a package index to look in too, such as PyTorch's of CPU-only wheels
@@ -19,7 +19,7 @@ INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 
 .PHONY: run test gpu-test lint clean
 
-run: $(VENV)/.installed-run
+run: $(VENV)/.installed-run-$(EXTRAS)
 	$(PY) -m cute_matmul.variants.v2 $(ARGS)
 
 test: $(VENV)/.installed-dev
@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-$(VENV)/.installed-run: pyproject.toml constraints.txt | $(PY)
+$(VENV)/.installed-run-$(EXTRAS): pyproject.toml constraints.txt | $(PY)
 	$(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import platform
 import time
@@ -85,7 +86,8 @@ class CudaDevice:
             raise NoGpu(f"{self._properties.name} has compute capability {capability}; these kernels need (9, 0)")
         torch.empty(1, device="cuda")
         torch.cuda.synchronize()
-        self.sensors = Nvml(str(getattr(self._properties, "uuid", "")) or None, torch.cuda.current_device())
+        self._uuid = str(getattr(self._properties, "uuid", ""))
+        self.sensors = Nvml(self._uuid or None, torch.cuda.current_device())
 
     @property
     def name(self) -> str:
@@ -103,6 +105,8 @@ class CudaDevice:
         """What a result must say of the machine."""
         return {
             "gpu": self.name,
+            # Which board, not whose: two boards of one kind differ by more than two runs on one.
+            "board": hashlib.sha256(self._uuid.encode()).hexdigest()[:12] if self._uuid else None,
             "sm_count": self.sm_count,
             "l2_bytes": self.l2_bytes,
             "memory_bytes": self._properties.total_memory,

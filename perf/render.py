@@ -79,8 +79,7 @@ class Pages:
 
     def _body(self, page: Path, path: Path, record: dict[str, Any]) -> str:
         link = self.link(page, path)
-        quick = " A quick run." if record["quick"] else ""
-        lines = [tables.body(record, tables.MARKDOWN), "", f"{tables.conditions(record)}{quick} [Raw samples]({link})."]
+        lines = [tables.body(record, tables.MARKDOWN), "", f"{tables.conditions(record)} [Raw samples]({link})."]
         whole = record["suite"] == "ladder"
         skipped = {s["contender"]: s["reason"] for s in record["skipped"] if s["shape"] is None or whole}
         lines += ["", *(f"Not measured: {name}: {reason}." for name, reason in skipped.items())] if skipped else []
@@ -95,7 +94,7 @@ class Pages:
         burst, sustained = (tables.figures(record, phase, shape).get(variant) for phase in ("burst", "sustained"))
         if burst is None:
             return f"{variant} is not in the newest ladder ({found[0].name})."
-        config = next((c["details"].get("config") for c in record["checks"] if c["contender"] == variant), None)
+        config = tables.configuration(record, variant, shape)
         text = f"{variant} ({config}) at {shape} {dtype} on {record['machine']['gpu']}: {burst.tflops:.0f} TFLOP/s"
         if burst.ratio:
             text += f", {tables.ratio_text(burst.ratio)} of cuBLAS,"
@@ -197,7 +196,8 @@ def _missing(suite: str, dtype: str, command: str | None = None) -> str:
 
 def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
     """For each ratio of two results of a suite, both values, and whether they differ by more than their intervals
-    together allow; and whether none does. Raises ValueError for results that do not measure the same."""
+    together allow; and whether none does. A contender that ran in another configuration is shown and not judged. Raises
+    ValueError for results that do not measure the same."""
     from tabulate import tabulate
 
     for what, of in (
@@ -207,7 +207,7 @@ def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
     ):
         if of(one) != of(two):
             raise ValueError(f"both results must be of one {what}, got {of(one)} and {of(two)}")
-    rows, every = [], True
+    rows, agreed = [], []
     for phase in ("burst", "sustained"):
         for shape in tables.shapes_of(one):
             first, second = (tables.figures(r, phase, shape) for r in (one, two))
@@ -217,8 +217,12 @@ def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
                     continue
                 # Two independent values, each with its interval: their difference has the root of both squared.
                 allowed = math.hypot(math.log(a.high / a.value), math.log(b.high / b.value))
-                agrees = abs(math.log(b.value / a.value)) <= allowed
-                every &= agrees
+                chosen = [tables.configuration(record, name, shape) for record in (one, two)]
+                if chosen[0] != chosen[1]:
+                    verdict = f"other configuration: {chosen[0]}, {chosen[1]}"
+                else:
+                    agreed.append(abs(math.log(b.value / a.value)) <= allowed)
+                    verdict = "yes" if agreed[-1] else "NO"
                 rows.append(
                     [
                         phase,
@@ -228,13 +232,15 @@ def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:
                         tables.ratio_text(b),
                         f"{b.value / a.value - 1:+.2%}",
                         f"±{math.expm1(allowed):.1%}",
-                        "yes" if agrees else "NO",
+                        verdict,
                     ]
                 )
-    if not rows:
+    if not agreed:
         raise ValueError("the results have no ratio in common")
     headers = ["phase", "shape", "", "first", "second", "second over first", "allowed", "agree"]
-    return tabulate(rows, headers=headers, disable_numparse=True), every
+    boards = [record["machine"].get("board") for record in (one, two)]
+    said = "not recorded by both" if None in boards else "the same" if boards[0] == boards[1] else "two"
+    return f"{tabulate(rows, headers=headers, disable_numparse=True)}\nboard: {said}", all(agreed)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -119,7 +119,13 @@ class SimulatedDevice:
         self._timed = 0
 
     def describe(self) -> dict[str, Any]:
-        return {"gpu": self.name, "sm_count": self.sm_count, "l2_bytes": self.l2_bytes, "driver": "simulated"}
+        return {
+            "gpu": self.name,
+            "board": "simulated",
+            "sm_count": self.sm_count,
+            "l2_bytes": self.l2_bytes,
+            "driver": "simulated",
+        }
 
     def now(self) -> float:
         return self.board.time

@@ -300,7 +300,13 @@ def conditions(record: dict[str, Any]) -> str:
     if idle:
         rest = state["idle"]
         at = ", ".join(f"{rest[k]:.0f} {unit}" for k, unit in _UNITS.items() if rest.get(k) is not None)
-        lines.append(f"{sum(map(bool, idle))} of {len(idle)} bursts began with the board at rest ({at or 'not read'}).")
+        began = [m["before"].get("power_w") for m in record["measurements"] if "before" in m]
+        power = f"; it read up to {max(began):.0f} W before a burst" if began and None not in began else ""
+        lines.append(
+            f"{sum(map(bool, idle))} of {len(idle)} bursts began with the board at rest ({at or 'not read'}{power})."
+        )
+    if record["quick"]:
+        lines.append("A quick run.")
     if record["simulated"]:
         lines.insert(0, "SIMULATED: none of these figures was measured.")
     return " ".join(lines)
@@ -342,3 +348,11 @@ def report(record: dict[str, Any]) -> str:
                 f"{check['contender']} on {shape}: {config} {check['details'].get('config_from', '')}".rstrip()
             )
     return "\n".join(lines)
+
+
+def configuration(record: dict[str, Any], contender: str, shape: Shape) -> str | None:
+    """The configuration that a contender ran with, None if it named none."""
+    for check in record["checks"]:
+        if check["contender"] == contender and tuple(check["shape"]) == (shape.m, shape.n, shape.k):
+            return check["details"].get("config")
+    return None

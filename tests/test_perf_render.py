@@ -153,6 +153,24 @@ def test_two_runs_agree_or_not(root):
             entry["samples_s"] = [s * 1.02 for s in entry["samples_s"]]
     text, every = render.agreement(record, other)
     assert not every and "NO" in text
+    assert text.endswith("board: the same")
+
+
+def test_another_configuration_is_shown_and_not_judged(root):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = results.load(path)
+    other = copy.deepcopy(record)
+    (check,) = [c for c in other["checks"] if c["contender"] == "v6"]
+    check["details"]["config"] = "of another raster"
+    for entry in other["measurements"]:
+        if entry["contender"] == "v6":
+            entry["samples_s"] = [s * 1.1 for s in entry["samples_s"]]
+    text, every = render.agreement(record, other)
+    assert every and text.count("of another raster") == 2  # burst and sustained
+    other["machine"]["board"] = "another"
+    assert render.agreement(record, other)[0].endswith("board: two")
+    del other["machine"]["board"]
+    assert render.agreement(record, other)[0].endswith("board: not recorded by both")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +207,7 @@ def test_runs_of_one_truth_agree_as_often_as_their_intervals_say(simulated):
                 factor = math.exp(noise.gauss(0, 0.01))
                 entry["samples_s"] = [s * factor for s in entry["samples_s"]]
             pair.append(copied)
-        verdicts = render.agreement(*pair)[0].splitlines()[2:]
+        verdicts = [line for line in render.agreement(*pair)[0].splitlines() if line.endswith(("yes", "NO"))]
         wrong += sum(line.endswith("NO") for line in verdicts)
         trials += len(verdicts)
     assert wrong / trials < 0.04
