@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import registry
 from .compile import OPERAND_ALIGN, CompiledKernel, check_config, compile_kernel
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "gpu", "emulator")
 HOPPER = (9, 0)
-MAX_EXTENT = 2**31 - 1
-"""Rows, columns and K elements are 32-bit signed in the kernels' coordinates."""
+MAX_EXTENT = 2**31 - 256
+"""Rows, columns and K elements are 32-bit signed in the kernels' coordinates, and so is the end of the last tile."""
 MAX_STRIDE_BYTES = 2**40
 """Strides a TMA descriptor can hold are below this (CUDA Driver API, cuTensorMapEncodeTiled, globalStrides)."""
 MAX_GRID_Y = 65535
@@ -89,7 +90,13 @@ def matmul(
         _plans[key] = plan
     elif not (type(a) is type(b) is type(out) is torch.Tensor):
         _check_tensors(a, b, out)  # the plan may be of plain tensors with these shapes
-    a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    try:
+        a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    except RuntimeError:
+        _check_tensors(a, b, out)  # says which of them holds no data
+        raise
+    if a.is_neg() or b.is_neg() or out.is_neg() or not (a_ptr and b_ptr and out_ptr):
+        _check_tensors(a, b, out)
     if (a_ptr | b_ptr) % OPERAND_ALIGN or out_ptr % plan.out_align:
         _check_alignment(a, b, out, plan)
     out_end = out_ptr + plan.out_nbytes
@@ -100,6 +107,8 @@ def matmul(
         raise Unsupported(
             f"{name} requires grad, and matmul has no backward yet; call it under torch.no_grad() or detach {name}"
         )
+    if forward_ad._current_level >= 0:
+        _check_tangents(a, b, out)
     device = a.get_device()
     if b.get_device() != device or out.get_device() != device:
         _check_same_device(a, b, out)
@@ -331,6 +340,25 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise Unsupported(
             f"{name} must be a plain CUDA or CPU tensor that holds data, got {type(tensor).__name__} on {tensor.device}"
         )
+    # What follows has torch's own type, and storage that does not say what its values are.
+    if tensor.is_neg():
+        raise Unsupported(f"{name} must hold its own values, got a view that negates them; pass {name}.resolve_neg()")
+    try:
+        holds_data = tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # of the tensors that torch.func's transforms pass
+        holds_data = False
+    if not holds_data:
+        raise Unsupported(
+            f"{name} must be a plain tensor that holds data, got one of a torch.func transform or of known zeros"
+        )
+
+
+def _check_tangents(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise Unsupported(
+                f"{name} carries a tangent, and matmul has no forward-mode derivative yet; pass {name} without it"
+            )
 
 
 def _operand(name: str, tensor: torch.Tensor, k_dim: int, majors: str) -> tuple[str, tuple[int, int] | None]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import cases
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cute_matmul import TileConfig, launch, matmul, registry
 from cute_matmul.launch import Unsupported
@@ -171,7 +172,70 @@ def test_sparse(nothing_runs):
     assert not nothing_runs
 
 
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "after plain tensors of these shapes"])
+@pytest.mark.parametrize("name", ["a", "b", "out"])
+@pytest.mark.parametrize(
+    ("disguised", "said"),
+    [
+        (torch._neg_view, "must hold its own values, got a view that negates them; pass {name}.resolve_neg()"),
+        (
+            lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+            "must be a plain tensor that holds data, got one of a torch.func transform or of known zeros",
+        ),
+    ],
+    ids=["negated", "zeros"],
+)
+def test_storage_that_does_not_hold_the_values(nothing_runs, monkeypatch, name, disguised, said, warm):
+    """torch's own type and strides, and a pointer to something else."""
+    monkeypatch.setattr(launch, "_plans", {})
+    a, b = ab()
+    tensors = {"a": a, "b": b, "out": torch.zeros(64, 72, dtype=F16)}
+    if warm:
+        matmul(**tensors)
+        nothing_runs.clear()
+    tensors[name] = disguised(tensors[name])
+    assert refusal(Unsupported, **tensors) == f"{name} {said.format(name=name)}"
+    assert not nothing_runs
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_inside_a_transform(nothing_runs, monkeypatch, warm):
+    monkeypatch.setattr(launch, "_plans", {})
+    a, b = ab()
+    if warm:
+        matmul(a, b)
+        nothing_runs.clear()
+    said = "a must be a plain tensor that holds data, got one of a torch.func transform or of known zeros"
+    for transformed in (
+        lambda: torch.func.vmap(lambda x: matmul(x, b))(torch.stack([a, a])),
+        lambda: torch.func.grad(lambda x: matmul(x, b).sum())(a),
+        lambda: torch.func.jvp(lambda x: matmul(x, b), (a,), (a,)),
+    ):
+        with pytest.raises(Unsupported, match=f"^{re.escape(said)}$"):
+            transformed()
+    assert not nothing_runs
+
+
+def test_empty_tensors_hold_no_data_and_are_plain(nothing_runs):
+    for _ in range(2):
+        assert matmul(torch.zeros(0, 64, dtype=F16), torch.zeros(64, 72, dtype=F16)).shape == (0, 72)
+
+
 # Gradients
+
+
+@pytest.mark.parametrize("name", ["a", "b", "out"])
+def test_tangents(nothing_runs, name):
+    """Forward-mode derivatives would be dropped without a word."""
+    a, b = ab()
+    tensors = {"a": a, "b": b, "out": torch.zeros(64, 72, dtype=F16)}
+    with forward_ad.dual_level():
+        matmul(**tensors)
+        nothing_runs.clear()
+        tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+        message = refusal(Unsupported, **tensors)
+        assert message.startswith(f"{name} carries a tangent, and matmul has no forward-mode derivative yet")
+    assert not nothing_runs
 
 
 @pytest.mark.parametrize("name", ["a", "b", "out"])
@@ -231,7 +295,30 @@ def test_a_stride_too_large(nothing_runs, monkeypatch):
 
 
 def test_limits_are_those_of_the_descriptor_and_the_grid():
-    assert launch.MAX_STRIDE_BYTES == 2**40 and launch.MAX_EXTENT == 2**31 - 1 and launch.MAX_GRID_Y == 2**16 - 1
+    assert launch.MAX_STRIDE_BYTES == 2**40 and launch.MAX_GRID_Y == 2**16 - 1
+
+
+def test_every_tile_of_the_largest_matrix_ends_at_a_32_bit_coordinate():
+    """A tile that began below 2**31 and ended above had columns of negative number, which are below any bound."""
+    for name in registry.names():
+        module = registry.get(name).load()
+        for config in (module.DEFAULT, *module.SPACE):
+            for tile in config.tile_shape_mnk:
+                assert -(-launch.MAX_EXTENT // tile) * tile <= 2**31 - 1, (name, config)
+
+
+def test_extents_beyond_the_coordinates(nothing_runs):
+    """Of rows of one element, which few bytes hold; each of M, N and K."""
+    at, past = launch.MAX_EXTENT, launch.MAX_EXTENT + 1
+    one = torch.zeros(1, dtype=F16)
+    for extent in (at, past):
+        m, n, k = one.expand(extent, 1), one.expand(1, extent), one.expand(1, 1)
+        for name, (a, b, out) in {"M": (m, k, m), "N": (k, n, n), "K": (n, m, k)}.items():
+            with pytest.raises(ValueError) as error:
+                matmul(a, b, out=out)
+            refused = str(error.value) == f"{name} must be at most {at}, got {extent}"
+            assert refused == (extent == past), str(error.value)
+    assert not nothing_runs
 
 
 def test_too_many_tiles_along_the_second_grid_dimension(nothing_runs, monkeypatch):
