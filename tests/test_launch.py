@@ -14,6 +14,8 @@ from cute_matmul import TileConfig, launch, matmul, registry
 from cute_matmul.launch import Unsupported
 
 F16, BF16 = torch.float16, torch.bfloat16
+# torch 2.13 gives it of itself where derivatives are first asked for.
+torchs_own_warning = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +200,7 @@ def test_storage_that_does_not_hold_the_values(nothing_runs, monkeypatch, name, 
     assert not nothing_runs
 
 
+@torchs_own_warning
 @pytest.mark.parametrize("warm", [False, True])
 def test_inside_a_transform(nothing_runs, monkeypatch, warm):
     monkeypatch.setattr(launch, "_plans", {})
@@ -224,6 +227,7 @@ def test_empty_tensors_hold_no_data_and_are_plain(nothing_runs):
 # Gradients
 
 
+@torchs_own_warning
 @pytest.mark.parametrize("name", ["a", "b", "out"])
 def test_tangents(nothing_runs, name):
     """Forward-mode derivatives would be dropped without a word."""
