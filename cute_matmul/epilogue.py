@@ -12,8 +12,8 @@ from cutlass.cute.typing import AddressSpace
 
 from . import hopper
 
-QUAD = 4  # lanes that hold a row of an MMA's 8x8 block of sums between them, two columns each
-VECTOR = 8  # elements of a block's row: 16 bytes, the most that one instruction of a thread stores
+QUAD = 4  # lanes that hold a row of an MMA's 8x8 block of sums between them
+PAIR = 2  # columns of it that each has: in 16 bits a word, and a row is 16 bytes, the most that a thread stores at once
 
 
 @hopper.traced("epilogue")
@@ -28,54 +28,62 @@ def store_direct(
     """Convert this warp's accumulators to mC's 16-bit type and store those that lie inside mC.
 
     acc is the thread's fragment of a tile_mn tile, mC the whole (M, N) output with unit stride along N, coord_mn
-    the tile's index. A tile that lies inside mC is stored 16 bytes at a time where the output's address and row stride
-    are multiples of that; anything else element by element, under a mask.
+    the tile's index. What a store writes goes by the output's address, row stride and columns: 16 bytes where all are
+    multiples of that, 4 bytes likewise, else one element.
     """
     out = cute.make_rmem_tensor_like(acc, mC.element_type)
     out.store(acc.load().to(mC.element_type))
 
-    rows, columns = mC.shape
-    row_stride = mC.stride[0]
-    whole = (coord_mn[0] + 1) * tile_mn[0] <= rows and (coord_mn[1] + 1) * tile_mn[1] <= columns
     tCgC = thr_mma.partition_C(cute.local_tile(mC, tile_mn, coord_mn))
-    if whole and row_stride % VECTOR == 0 and mC.iterator.toint() % 16 == 0:
-        store_blocks(out, tCgC)
+    tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
+    tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
+    if starts_at_multiples(mC, PAIR * QUAD):
+        store_rows(out, tCgC, tCcC, mC.shape, QUAD)
+    elif starts_at_multiples(mC, PAIR):
+        store_rows(out, tCgC, tCcC, mC.shape, 1)
     else:
-        tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
-        tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
         for i in cutlass.range(cute.size(out), unroll_full=True):
             if cute.elem_less(tCcC[i], mC.shape):
                 tCgC[i] = out[i]
 
 
-@cute.jit
-def store_blocks(out: cute.Tensor, tCgC: cute.Tensor):
-    """Store a whole fragment, 16 bytes at a time: of four blocks along N each lane of a quad stores the row of one.
+def starts_at_multiples(mC: cute.Tensor, elements: int) -> cutlass.Boolean:
+    """Whether every row begins, and ends, at a multiple of so many elements, a power of two."""
+    address = mC.iterator.toint() // (mC.element_type.width // 8)
+    return (mC.shape[1] | mC.stride[0] | address) % elements == 0
 
-    An MMA leaves two columns of a block's row with each lane. Stored as they are, they would take four times as many
-    instructions, each through the same eight rows. So the quad exchanges: a lane gives its columns of three blocks
-    away and gets the other six of the fourth.
+
+@cute.jit
+def store_rows(out: cute.Tensor, tCgC: cute.Tensor, tCcC: cute.Tensor, shape: tuple, lanes: cutlass.Constexpr[int]):
+    """Store a fragment by the columns that `lanes` lanes hold of a block's row: QUAD, the whole row, or 1, a pair.
+
+    Stored as the MMA leaves them, pairs take four times as many instructions as rows do, each through the same eight
+    rows. So the quad exchanges: a lane gives its pairs of three blocks away and gets the other three of the fourth. All
+    four lanes take part, whatever the output's extents; of a block's row either all columns are inside or none.
     """
-    words, places = by_block(cute.recast_tensor(out, cutlass.Int32)), by_block(tCgC)
+    words, places, where = (by_block(t) for t in (cute.recast_tensor(out, cutlass.Int32), tCgC, tCcC))
     _, halves, m_blocks, n_blocks = places.shape
-    if cutlass.const_expr(n_blocks % QUAD):
-        cute.autovec_copy(out, tCgC)  # too narrow a tile to exchange
-    else:
-        lane = cute.arch.lane_idx() % QUAD
-        _, to_half, to_m, to_n = places.stride
-        # One address, of the first row that this lane stores, from that of its own two columns; the rest are offsets
-        # from it, most of them known now. An address for each row would cost registers.
-        first = places.iterator.toint() + lane * (to_n - 2) * (out.element_type.width // 8)
-        rows = cute.make_tensor(
-            cute.make_ptr(out.element_type, first, AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((VECTOR, halves, m_blocks, n_blocks // QUAD), stride=(1, to_half, to_m, QUAD * to_n)),
-        )
-        row = cute.make_rmem_tensor(QUAD, cutlass.Int32)
-        for m in cutlass.range_constexpr(m_blocks):
-            for n in cutlass.range_constexpr(n_blocks // QUAD):
-                for half in cutlass.range_constexpr(halves):
-                    exchange([words[0, half, m, QUAD * n + i] for i in range(QUAD)], row, lane)
-                    cute.autovec_copy(cute.recast_tensor(row, out.element_type), rows[None, half, m, n])
+    _, to_half, to_m, to_n = places.stride
+    if cutlass.const_expr(n_blocks % lanes):
+        lanes = 1  # too narrow a tile to exchange
+    lane = cute.arch.lane_idx() % lanes
+    shift = lane * (to_n - PAIR)  # columns from this lane's own pair to the row that it stores
+    # One address, of the first row that this lane stores; the rest are offsets from it, most of them known now. An
+    # address for each row would cost registers.
+    first = places.iterator.toint() + shift * (out.element_type.width // 8)
+    rows = cute.make_tensor(
+        cute.make_ptr(out.element_type, first, AddressSpace.gmem, assumed_align=4 * lanes),
+        cute.make_layout((PAIR * lanes, halves, m_blocks, n_blocks // lanes), stride=(1, to_half, to_m, lanes * to_n)),
+    )
+    row = cute.make_rmem_tensor(PAIR * lanes, out.element_type)
+    for m in cutlass.range_constexpr(m_blocks):
+        for n in cutlass.range_constexpr(n_blocks // lanes):
+            for half in cutlass.range_constexpr(halves):
+                pairs = [words[0, half, m, lanes * n + i] for i in range(lanes)]
+                exchange(pairs, cute.recast_tensor(row, cutlass.Int32), lane)
+                at_m, at_n = where[0, half, m, lanes * n]
+                if cute.elem_less((at_m, at_n + shift), shape):
+                    cute.autovec_copy(row, rows[None, half, m, n])
 
 
 def by_block(fragment: cute.Tensor) -> cute.Tensor:
@@ -94,14 +102,14 @@ def by_block(fragment: cute.Tensor) -> cute.Tensor:
 
 
 def exchange(words: list[cutlass.Int32], row: cute.Tensor, lane: cutlass.Int32) -> None:
-    """Transpose the 4x4 words of a quad: word i of `row` becomes word number `lane` of lane i."""
+    """Transpose the words of as many lanes as there are words: word i of `row` becomes word number `lane` of lane i."""
     for distance in (1, 2):
         upper = lane & distance != 0
-        for i in range(QUAD):
+        for i in range(len(words)):
             j = i | distance
-            if i != j:
+            if i != j and j < len(words):
                 # The lower lane of a pair keeps word i and gives word j for the upper's word i.
                 got = cute.arch.shuffle_sync_bfly(hopper.select(upper, words[i], words[j]), distance)
                 words[i], words[j] = hopper.select(upper, got, words[i]), hopper.select(upper, words[j], got)
-    for i in range(QUAD):
-        row[i] = words[i]
+    for i, word in enumerate(words):
+        row[i] = word

@@ -117,15 +117,16 @@ def wgmma(
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warp_groups, 1, 1))
 
 
-def mma_sync(dtype: type, warps_mn: tuple[int, int]) -> cute.TiledMma:
-    """Tiled mma.sync m16n8k16 over warps_mn warps, fp32 accumulation.
+def mma_sync(dtype: type, warps_mn: tuple[int, int], tile_n: int) -> cute.TiledMma:
+    """Tiled mma.sync m16n8k16 over warps_mn warps, fp32 accumulation, for tiles tile_n wide.
 
-    Each warp takes two blocks of 8 columns a step, interleaved with its neighbour's, so that one ldmatrix.x4 of B feeds
-    both instructions.
+    A warp's blocks of 8 columns lie side by side: so one ldmatrix.x4 of B feeds two instructions, and what a warp
+    stores of a row is one piece.
     """
     op = warp.MmaF16BF16Op(dtype, cutlass.Float32, (16, 8, 16))
-    tiler = (warps_mn[0] * 16, warps_mn[1] * 16, 16)
-    return cute.make_tiled_mma(op, cute.make_layout((*warps_mn, 1)), permutation_mnk=tiler)
+    columns = tile_n // warps_mn[1]
+    order = cute.make_layout((8, warps_mn[1], columns // 8), stride=(1, columns, 8))
+    return cute.make_tiled_mma(op, cute.make_layout((*warps_mn, 1)), permutation_mnk=(warps_mn[0] * 16, order, 16))
 
 
 def ldmatrix(tensor: cute.Tensor) -> cute.CopyAtom:

@@ -34,7 +34,7 @@ def host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, config: cutl
     b_layout = hopper.smem_layout(mB, (tile_n, tile_k), 1)
     a_tma, a_coords = hopper.tma_load(mA, a_layout, (tile_m, tile_k))
     b_tma, b_coords = hopper.tma_load(mB, b_layout, (tile_n, tile_k))
-    tiled_mma = hopper.mma_sync(mA.element_type, WARPS_MN)
+    tiled_mma = hopper.mma_sync(mA.element_type, WARPS_MN, tile_n)
     a_ldmatrix = cute.make_tiled_copy_A(hopper.ldmatrix(mA), tiled_mma)
     b_ldmatrix = cute.make_tiled_copy_B(hopper.ldmatrix(mB), tiled_mma)
     matmul_v0_kernel(
