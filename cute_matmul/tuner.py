@@ -39,7 +39,7 @@ TIE_GAIN = 1.005
 TIE_WINS = 8
 """DEFAULT is displaced by what beats it in at least TIE_WINS of the last stage's 9 rounds (by chance alone 1 time in
 50) and by more than TIE_GAIN in the median. Under the power limit, medians of a few calls differ by 1% on their own:
-without this a raster group that is 3% slower under steady load was once remembered as V6's best."""
+without this a raster group that is 2% slower under steady load was once remembered as V6's best."""
 
 WORTH_KEEPING = 1.10
 """Configurations slower than this many times the stage's best are not kept."""

@@ -1,8 +1,8 @@
 """Every published figure, one suite after another: python perf/everything.py [STEP ...] [--list] [--results FOLDER]
 
-About half an hour on an H200. A step that fails or takes too long does not stop the others; what it measured is kept,
-and the same command goes on with it. The last step compares the ladder with a second run of it, and brings the pages
-up to date where the results are the project's own.
+By its steps' own limits about half an hour on an H200; it has not run whole there yet. A step that fails or takes too
+long does not stop the others; what it measured is kept, and the same command goes on with it. The last step compares
+the ladder with a second run of it, and brings the pages up to date where the results are the project's own.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ SHARED_DEGREES = 4
 """Weight, in rounds, of the noise that all contenders show together against a contender's own."""
 
 RUN_TO_RUN = 0.003
-"""Least half-width of a ratio's interval. What shifts between two runs (board temperature, buffer addresses)
-is constant within one, so its rounds cannot show it. NOTES.md compares runs."""
+"""Least half-width of a ratio's interval: an assumption of what shifts between two runs on one board (temperature,
+buffer addresses), which is constant within one, so that its rounds cannot show it. Two runs differed by up to 1.8% under
+sustained load, presumably on two boards (NOTES.md)."""
 
 BURST_S = 0.02
-"""A burst's figure is taken from its calls that end so soon. On an H200 the power limiter stepped in 17 to 44 ms after
-the load began, at random, and made calls 2 to 15% longer; a median across that step is a figure of neither state."""
+"""A burst's figure is taken from its calls that end so soon. In most bursts on an H200 the power limiter stepped in, 22
+to 47 ms after the load began, and made calls 2 to 11% longer; a median across that step is one of neither state."""
 
 LEAST_SAMPLES = 3
 

@@ -4,8 +4,8 @@ One SM holds one CTA. It has one port to L2 that TMA, cp.async and plain loads s
 cores, one per quarter of a warp group), and warps that issue in order. Nothing else is modelled: no cache misses to
 DRAM, no bank conflicts, no clock or power limits, no contention between SMs beyond the port's measured share.
 
-Where a constant says "measured", it is what `tests/gpu_probes/tensor_cores.py` found on an H200; the numbers are in
-`tests/data/tensor_cores_latency.json`, and a test holds the constants to them.
+Where a constant says "measured" and nothing else, it is what `tests/gpu_probes/tensor_cores.py` found on an H200; the
+numbers are in `tests/data/tensor_cores_latency.json`, and a test holds the constants to them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LatencyModel:
     mma_sync_share: float = 0.62
     # From the tensor unit's last cycle to the end of wgmma.wait_group: measured.
     tensor_drain: float = 52.0
-    # One SM's share of L2 bandwidth when all load: 9.8 TB/s at 1500 MHz over 132 SMs, measured with bulk copies of
-    # a matmul's tiles. One SM alone gets 110.
+    # One SM's share of L2 bandwidth when all load: 9.8 TB/s at 1500 MHz over 132 SMs, as bulk copies of a matmul's
+    # tiles had it on an H200 (no file kept; where all SMs read the same lines, the file has 67). Alone it gets 110.
     port_bytes_per_cycle: float = 49.5
     # A plain load that hits L2: measured.
     l2_latency: float = 308.0
