@@ -38,13 +38,11 @@ def store_direct(
     tiles = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, coord_mn)
     tCcC = thr_mma.partition_C(tiles)  # the (m, n) of each accumulator, same shape as acc
     if starts_at_multiples(mC, PAIR * QUAD):
-        store_rows(out, tCgC, tCcC, mC.shape, QUAD)
+        store_rows(out, tCgC, tCcC, mC.shape)
     elif starts_at_multiples(mC, PAIR):
-        store_rows(out, tCgC, tCcC, mC.shape, 1)
+        store_each(pairs(out), pairs(tCgC), by_block(tCcC)[0, None, None, None], mC.shape)
     else:
-        for i in cutlass.range(cute.size(out), unroll_full=True):
-            if cute.elem_less(tCcC[i], mC.shape):
-                tCgC[i] = out[i]
+        store_each(out, tCgC, tCcC, mC.shape)
 
 
 def starts_at_multiples(mC: cute.Tensor, elements: int) -> cutlass.Boolean:
@@ -54,36 +52,54 @@ def starts_at_multiples(mC: cute.Tensor, elements: int) -> cutlass.Boolean:
 
 
 @cute.jit
-def store_rows(out: cute.Tensor, tCgC: cute.Tensor, tCcC: cute.Tensor, shape: tuple, lanes: cutlass.Constexpr[int]):
-    """Store a fragment by the columns that `lanes` lanes hold of a block's row: QUAD, the whole row, or 1, a pair.
+def store_each(values: cute.Tensor, places: cute.Tensor, where: cute.Tensor, shape: tuple):
+    """Store the values whose (m, n) in `where` lie inside `shape`."""
+    for i in cutlass.range(cute.size(values), unroll_full=True):
+        if cute.elem_less(where[i], shape):
+            places[i] = values[i]
 
-    Stored as the MMA leaves them, pairs take four times as many instructions as rows do, each through the same eight
-    rows. So the quad exchanges: a lane gives its pairs of three blocks away and gets the other three of the fourth. All
-    four lanes take part, whatever the output's extents; of a block's row either all columns are inside or none.
+
+@cute.jit
+def store_rows(out: cute.Tensor, tCgC: cute.Tensor, tCcC: cute.Tensor, shape: tuple):
+    """Store a fragment 16 bytes at a time: of four blocks along N each lane of a quad stores the row of one.
+
+    Stored as the MMA leaves them, in pairs, they would take four times as many instructions, each through the same
+    eight rows. So the quad exchanges: a lane gives its pairs of three blocks away and gets the other three of the
+    fourth. All four lanes take part, whatever the output's extents; a row of a block is inside or outside as a whole.
     """
-    words, places, where = (by_block(t) for t in (cute.recast_tensor(out, cutlass.Int32), tCgC, tCcC))
+    words, places, where = pairs(out), by_block(tCgC), by_block(tCcC)
     _, halves, m_blocks, n_blocks = places.shape
-    _, to_half, to_m, to_n = places.stride
-    if cutlass.const_expr(n_blocks % lanes):
-        lanes = 1  # too narrow a tile to exchange
-    lane = cute.arch.lane_idx() % lanes
-    shift = lane * (to_n - PAIR)  # columns from this lane's own pair to the row that it stores
-    # One address, of the first row that this lane stores; the rest are offsets from it, most of them known now. An
-    # address for each row would cost registers.
-    first = places.iterator.toint() + shift * (out.element_type.width // 8)
-    rows = cute.make_tensor(
-        cute.make_ptr(out.element_type, first, AddressSpace.gmem, assumed_align=4 * lanes),
-        cute.make_layout((PAIR * lanes, halves, m_blocks, n_blocks // lanes), stride=(1, to_half, to_m, lanes * to_n)),
-    )
-    row = cute.make_rmem_tensor(PAIR * lanes, out.element_type)
-    for m in cutlass.range_constexpr(m_blocks):
-        for n in cutlass.range_constexpr(n_blocks // lanes):
-            for half in cutlass.range_constexpr(halves):
-                pairs = [words[0, half, m, lanes * n + i] for i in range(lanes)]
-                exchange(pairs, cute.recast_tensor(row, cutlass.Int32), lane)
-                at_m, at_n = where[0, half, m, lanes * n]
-                if cute.elem_less((at_m, at_n + shift), shape):
-                    cute.autovec_copy(row, rows[None, half, m, n])
+    if cutlass.const_expr(n_blocks % QUAD):  # too narrow a tile to exchange
+        store_each(words, pairs(tCgC), where[0, None, None, None], shape)
+    else:
+        _, to_half, to_m, to_n = places.stride
+        lane = cute.arch.lane_idx() % QUAD
+        shift = lane * (to_n - PAIR)  # columns from this lane's own pair to the row that it stores
+        # One address, of the first row that this lane stores; the rest are offsets from it, most of them known now. An
+        # address for each row would cost registers.
+        first = places.iterator.toint() + shift * (out.element_type.width // 8)
+        rows = cute.make_tensor(
+            cute.make_ptr(out.element_type, first, AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((PAIR * QUAD, halves, m_blocks, n_blocks // QUAD), stride=(1, to_half, to_m, QUAD * to_n)),
+        )
+        row = cute.make_rmem_tensor(QUAD, cutlass.Int32)
+        for m in cutlass.range_constexpr(m_blocks):
+            for n in cutlass.range_constexpr(n_blocks // QUAD):
+                for half in cutlass.range_constexpr(halves):
+                    exchange([words[half, m, QUAD * n + i] for i in range(QUAD)], row, lane)
+                    at_m, at_n = where[0, half, m, QUAD * n]
+                    if cute.elem_less((at_m, at_n + shift), shape):
+                        cute.autovec_copy(cute.recast_tensor(row, out.element_type), rows[None, half, m, n])
+
+
+def pairs(fragment: cute.Tensor) -> cute.Tensor:
+    """A fragment of 16-bit elements as words of two columns: (rows r and r + 8, blocks along M, blocks along N)."""
+    blocks = by_block(fragment)
+    if blocks.memspace == AddressSpace.gmem:
+        address = blocks.iterator.toint()
+        pointer = cute.make_ptr(fragment.element_type, address, AddressSpace.gmem, assumed_align=4)
+        blocks = cute.make_tensor(pointer, blocks.layout)
+    return cute.recast_tensor(blocks, cutlass.Int32)[0, None, None, None]
 
 
 def by_block(fragment: cute.Tensor) -> cute.Tensor:
@@ -102,12 +118,12 @@ def by_block(fragment: cute.Tensor) -> cute.Tensor:
 
 
 def exchange(words: list[cutlass.Int32], row: cute.Tensor, lane: cutlass.Int32) -> None:
-    """Transpose the words of as many lanes as there are words: word i of `row` becomes word number `lane` of lane i."""
+    """Transpose the 4x4 words of a quad: word i of `row` becomes word number `lane` of lane i."""
     for distance in (1, 2):
         upper = lane & distance != 0
-        for i in range(len(words)):
+        for i in range(QUAD):
             j = i | distance
-            if i != j and j < len(words):
+            if i != j:
                 # The lower lane of a pair keeps word i and gives word j for the upper's word i.
                 got = cute.arch.shuffle_sync_bfly(hopper.select(upper, words[i], words[j]), distance)
                 words[i], words[j] = hopper.select(upper, got, words[i]), hopper.select(upper, words[j], got)

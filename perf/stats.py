@@ -20,7 +20,7 @@ SHARED_DEGREES = 4
 
 RUN_TO_RUN = 0.003
 """Least half-width of a ratio's interval: an assumption of what shifts between two runs on one board (temperature,
-buffer addresses), which is constant within one, so that its rounds cannot show it. Two runs differed by up to 1.8% under
+buffer addresses), constant within one, so that its rounds cannot show it. Two runs differed by up to 1.8% under
 sustained load, presumably on two boards (NOTES.md)."""
 
 BURST_S = 0.02

@@ -214,7 +214,7 @@ V0 = (
     Mutant(
         "mask-dropped",
         "v0",
-        (Edit("if cute.elem_less(tCcC[i], mC.shape):", "if True:", file="epilogue"),),
+        (Edit("if cute.elem_less(where[i], shape):", "if True:", file="epilogue"),),
         "columns past the edge are the next row's first ones, which another warp stores, and rows past it nobody's",
         hazards=("data-race", "global-out-of-bounds"),
         setting=Setting("64x32x16", (56, 24, 24), out_buffer=((72, 25), (0, 0))),
