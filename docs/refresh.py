@@ -321,7 +321,7 @@ def ladder_table(page: Path, pages: render.Pages) -> str:
         chosen = {c["contender"]: c["details"].get("config") for c in found[1]["checks"]}
         other = [f"{n} with {chosen[n]}" for n in RUNGS if chosen.get(n, inspected(n).config) != inspected(n).config]
         text += f"\n\nMeasured in another configuration than the table's: {', '.join(other)}." if other else ""
-        text += f"\n\n{tables.conditions(found[1])} [Raw samples]({pages.link(page, found[0])})."
+        text += f"\n\n{pages.caption(page, *found)}"
     return text
 
 

@@ -92,7 +92,8 @@ class VariantContender:
             kernel = compile_kernel(self.name, config, layout.dtype, layout.a_major, layout.b_major)
         except ValueError as error:
             raise Skip(str(error)) from error
-        return Prepared(kernel.function, {"config": str(config), "config_from": source})
+        details = {"config": str(config), "config_from": source, "ptx": kernel.fingerprint}
+        return Prepared(kernel.function, details)
 
 
 @dataclass

@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
-    from cute_matmul import registry
+    from cute_matmul.compile import compile_kernel
 
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if not ncu:
@@ -298,11 +298,11 @@ def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
     )
     path = None
     for variant in options.variants:
-        module = registry.get(variant).load()
         print(f"profiling {variant}", file=sys.stderr, flush=True)
         try:
+            kernel = compile_kernel(variant, options.config, layout.dtype, layout.a_major, layout.b_major)
             kernels = _collect(command(ncu, variant, options), variant)
-        except Unavailable as error:
+        except (Unavailable, ValueError) as error:
             print(f"perf/profile.py: {error}", file=sys.stderr)
             record["failed"].append({"contender": variant, "shape": list(shape.mnk), "reason": str(error)[:300]})
             continue
@@ -311,7 +311,8 @@ def _profile(options: argparse.Namespace, shape: Shape, layout: Layout) -> int:
             {
                 "phase": "profile",
                 "variant": variant,
-                "config": options.config or str(module.DEFAULT),
+                "config": str(kernel.config),
+                "ptx": kernel.fingerprint,
                 "shape": list(shape.mnk),
                 "figures": digest(kernels[0]),
                 "raw": {name: list(value) for name, value in kernels[0].items()},

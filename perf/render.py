@@ -15,6 +15,7 @@ A page holds pairs of markers; what is between them is generated:
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -77,9 +78,13 @@ class Pages:
         """A result's file as a page links to it."""
         return os.path.relpath(self.root / "perf" / "results" / path.name, page.parent)
 
+    def caption(self, page: Path, path: Path, record: dict[str, Any], whole: str = "Raw samples") -> str:
+        """What a reader must know before quoting a result's table, and where the whole of it is."""
+        said = [tables.conditions(record), since(record), f"[{whole}]({self.link(page, path)})."]
+        return " ".join(filter(None, said))
+
     def _body(self, page: Path, path: Path, record: dict[str, Any]) -> str:
-        link = self.link(page, path)
-        lines = [tables.body(record, tables.MARKDOWN), "", f"{tables.conditions(record)} [Raw samples]({link})."]
+        lines = [tables.body(record, tables.MARKDOWN), "", self.caption(page, path, record)]
         whole = record["suite"] == "ladder"
         skipped = {s["contender"]: s["reason"] for s in record["skipped"] if s["shape"] is None or whole}
         lines += ["", *(f"Not measured: {name}: {reason}." for name, reason in skipped.items())] if skipped else []
@@ -108,7 +113,7 @@ class Pages:
                 text += f" at {sustained.energy.gross_pj:.2f} pJ/FLOP"
         accumulate = tables.accumulate_of(record, variant)
         sums = "Both add in fp32" if accumulate == "fp32" else f"{variant} adds in {accumulate}, cuBLAS in fp32"
-        return f"{text}. {sums}. Commit {tables.commit_of(record)}."
+        return " ".join(filter(None, (f"{text}. {sums}. Commit {tables.commit_of(record)}.", since(record, variant))))
 
     def plot(self, page: Path, name: str, dtype: str = "float16") -> str:
         if name not in plots.PLOTS:
@@ -132,8 +137,7 @@ class Pages:
         for path, record in self.records:
             whose = sorted(name for name, (_, source) in newest.items() if source == path)
             if whose:
-                where = self.link(page, path)
-                lines.append(f"{', '.join(whose)}: {tables.conditions(record)} [Raw figures]({where}).")
+                lines.append(f"{', '.join(whose)}: {self.caption(page, path, record, 'Raw figures')}")
         return "\n".join(lines)
 
     def figure(self, name: str, dtype: str) -> Path:
@@ -192,6 +196,33 @@ class Pages:
 def _missing(suite: str, dtype: str, command: str | None = None) -> str:
     command = command or f"python perf/run.py --suite {suite}" + ("" if dtype == "float16" else f" --dtype {dtype}")
     return f"Not measured yet: `{command}`."
+
+
+def since(record: dict[str, Any], variant: str | None = None) -> str:
+    """Whether the kernels of a result, or one of them, are those of today's source; "" where it did not record them."""
+    state, found = record["conditions"], {}
+    rows = [(c["contender"], c["details"]) for c in record["checks"]]
+    rows += [(m["variant"], m) for m in record["measurements"] if m["phase"] == "profile"]
+    for name, details in rows:
+        if "ptx" in details and variant in (None, name):
+            today = _fingerprint(name, details["config"], state["dtype"], state["a_major"], state["b_major"])
+            found[name] = found.get(name, True) and details["ptx"] == today
+    changed = [name for name, same in found.items() if not same]
+    if not found:
+        return ""
+    if variant:
+        return "Its kernel has changed since." if changed else "Its kernel is still the same."
+    return f"Since changed: {', '.join(changed)}." if changed else "The kernels are still the same."
+
+
+@functools.cache
+def _fingerprint(variant: str, config: str, dtype: str, a_major: str, b_major: str) -> str | None:
+    from cute_matmul.compile import compile_kernel
+
+    try:
+        return compile_kernel(variant, config, dtype, a_major, b_major).fingerprint
+    except ValueError:  # no longer a variant, or a configuration of it
+        return None
 
 
 def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[str, bool]:

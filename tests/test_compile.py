@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -141,6 +142,15 @@ def test_another_dsl_version_is_an_error(monkeypatch, version):
 def test_the_supported_dsl_is_the_pinned_one():
     pins = re.findall(r"nvidia-cutlass-dsl(?:\[\w+\])?==([\w.]+)", (REPOSITORY / "pyproject.toml").read_text())
     assert pins and set(pins) == {compiling.SUPPORTED_DSL}
+
+
+def test_the_fingerprint_is_of_the_code_and_not_of_where_its_source_stands():
+    kernel = compile_kernel("v1")
+    moved = re.sub(r"(\.loc\s+\d+) \d+", r"\1 4321", kernel.ptx).replace(str(REPOSITORY), "/elsewhere")
+    assert moved != kernel.ptx and replace(kernel, ptx=moved).fingerprint == kernel.fingerprint
+    assert re.fullmatch(r"[0-9a-f]{16}", kernel.fingerprint)
+    changed = kernel.ptx.replace("st.global.b16", "st.global.u16", 1)
+    assert changed != kernel.ptx and replace(kernel, ptx=changed).fingerprint != kernel.fingerprint
 
 
 COMPILE = """

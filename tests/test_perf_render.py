@@ -14,6 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cute_matmul import registry
+from cute_matmul.compile import compile_kernel
 from perf import plots, profile, render, results, run, tables, timeline
 
 PAGE = """# A page
@@ -140,6 +142,44 @@ def test_bad_markers_are_named(root, text, said):
 
 def test_the_projects_own_pages_are_fresh():
     assert render.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("of_v1", "of_v6", "row", "caption"),
+    [
+        ("today", "today", "Its kernel is still the same.", "The kernels are still the same."),
+        ("another", "today", "Its kernel has changed since.", "Since changed: v1."),
+        ("today", "another", "Its kernel is still the same.", "Since changed: v6."),
+        (None, "today", None, "The kernels are still the same."),
+        (None, None, None, None),
+    ],
+)
+def test_a_table_says_which_kernels_have_changed_since(root, of_v1, of_v6, row, caption):
+    """By the fingerprints that the result recorded; where it recorded none it says nothing."""
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = results.load(path)
+    for check in record["checks"]:
+        check["details"].pop("ptx", None)
+        fingerprint = {"v1": of_v1, "v6": of_v6}.get(check["contender"])
+        if fingerprint:
+            config = check["details"]["config"] = str(registry.get(check["contender"]).load().DEFAULT)
+            today = compile_kernel(check["contender"], config, "float16", "k", "k").fingerprint
+            check["details"]["ptx"] = today if fingerprint == "today" else fingerprint
+    path.write_text(results.dump(record))
+    rendered(root)
+    page = (root / "docs" / "v1.md").read_text()
+    for said in ("Its kernel is still the same.", "Its kernel has changed since."):
+        assert page.count(said) == (said == row)
+    for said in ("The kernels are still the same.", "Since changed: v1.", "Since changed: v6."):
+        assert page.count(said) == (said == caption)
+
+
+def test_a_configuration_that_is_no_more_counts_as_changed(root):
+    (path,) = (root / "perf" / "results").glob("*.json")
+    record = results.load(path)
+    (check,) = [c for c in record["checks"] if c["contender"] == "v1"]
+    check["details"] |= {"config": "8x8x8", "ptx": "0123456789abcdef"}
+    assert render.since(record, "v1") == "Its kernel has changed since."
 
 
 def test_two_runs_agree_or_not(root):
