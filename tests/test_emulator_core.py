@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from emulator_ptx import kernel_text, lanes, launch, run
 
-from cute_matmul.emulator import ptx
+from cute_matmul.emulator import launches, printf, ptx
 from cute_matmul.emulator.api import run_launch
 from cute_matmul.emulator.errors import EmulatorError, UnknownInstruction
 
@@ -801,3 +803,219 @@ def test_source_lines_come_from_loc_and_not_from_inline_assembly():
     ) + '\t.file 1 "/src/kernel.py"\n'  # fmt: skip
     adds = [i for i in ptx.parse(text).kernels["k"].instructions if i.opcode == "add.s32"]
     assert [i.source for i in adds] == [("/src/kernel.py", line) for line in (12, 12, 15, 15)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("s8", -128, 127), ("u8", 0, 255), ("s16", -(2**15), 2**15 - 1), ("u16", 0, 2**16 - 1)]
+)
+def test_saturating_integer_conversions(kind: str, low: int, high: int):
+    x = words(32)
+    got = lanes(f"cvt.sat.{kind}.s32 $0, $1;", [x], np.int32)
+    assert got.tolist() == [max(low, min(high, signed(v, 32))) for v in x.tolist()]
+
+
+def test_carries_run_through_three_limbs():
+    """The middle limbs are equal or all ones, so that the carry that came in decides the one that goes out."""
+    a, b, c, d, e, f = (words(32) for _ in range(6))
+    a, b = RNG.permutation(a), RNG.permutation(b)
+    d[::2] = c[::2]
+    got = lanes(
+        "sub.cc.u32 %r40, $1, $2;\nsubc.cc.u32 %r41, $3, $4;\nsubc.u32 $0, $5, $6;", [a, b, c, d, e, f], np.uint32
+    )
+    columns = [v.tolist() for v in (a, b, c, d, e, f)]
+    for i, (u, v, w, x, y, z) in enumerate(zip(*columns, strict=True)):
+        assert int(got[i]) == ((w << 32 | u | y << 64) - (x << 32 | v | z << 64) >> 64) & M32
+    d[::2] = ~c[::2]
+    got = lanes(
+        "add.cc.u32 %r40, $1, $2;\naddc.cc.u32 %r41, $3, $4;\naddc.u32 $0, $5, $6;", [a, b, c, d, e, f], np.uint32
+    )
+    columns = [v.tolist() for v in (a, b, c, d, e, f)]
+    for i, (u, v, w, x, y, z) in enumerate(zip(*columns, strict=True)):
+        assert int(got[i]) == ((w << 32 | u | y << 64) + (x << 32 | v | z << 64) >> 64) & M32
+
+
+def test_setp_second_predicate_is_of_the_negated_comparison():
+    a, b = RNG.permutation(words(32)), RNG.permutation(words(32))
+    pairs = list(zip(a.tolist(), b.tolist(), strict=True))
+    for how, combine in (("and", lambda x, y: x and y), ("or", lambda x, y: x or y), ("xor", lambda x, y: x != y)):
+        text = f"setp.lt.u32 $P, $1, 1000;\nsetp.gt.{how}.u32 %p3|$0, $1, $2, $P;"
+        assert lanes(text, [a, b], np.bool_).tolist() == [combine(x <= y, x < 1000) for x, y in pairs], how
+    assert lanes("setp.gt.u32 %p3|$0, $1, $2;", [a, b], np.bool_).tolist() == [x <= y for x, y in pairs]
+
+
+@pytest.mark.parametrize("kind", ["u16", "u32", "u64"])
+def test_setp_lower_and_higher(kind: str):
+    bits = int(kind[1:])
+    a, b = RNG.permutation(words(bits)), RNG.permutation(words(bits))
+    b[:20] = a[:20]
+    table = {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
+    for name, meaning in table.items():
+        np.testing.assert_array_equal(lanes(f"setp.{name}.{kind} $0, $1, $2;", [a, b], np.bool_), meaning(a, b), name)
+
+
+def test_ftz_flushes_operands_and_results():
+    tiny, small = np.full(32, -(2.0**-130), np.float32), np.full(32, 2.0**-100, np.float32)
+    for text, inputs in (
+        ("mul.ftz.f32 $0, $1, $2;", [small, np.full(32, -(2.0**-40), np.float32)]),  # a subnormal result
+        (
+            "fma.rn.ftz.f32 $0, $1, $2, $3;",
+            [small, np.full(32, -(2.0**-40), np.float32), np.full(32, -0.0, np.float32)],
+        ),
+        ("mul.ftz.f32 $0, $1, $2;", [tiny, np.full(32, 2.0**60, np.float32)]),  # a subnormal operand
+    ):
+        assert (lanes(text, inputs, np.uint32) == 0x80000000).all(), text
+    assert (lanes("mul.f32 $0, $1, $2;", [small, np.full(32, 2.0**-40, np.float32)], np.float32) == 2.0**-140).all()
+
+
+def test_a_guard_in_a_branch_counts_for_the_lanes_of_the_branch_only():
+    out = np.zeros(32, np.uint32)
+    body = """
+	and.b32 %r1, %r0, 1;
+	setp.eq.u32 %p1, %r1, 0;
+	mad.wide.u32 %d10, %r0, 4, %d0;
+	setp.lt.u32 %p0, %r0, 5;
+	@%p0 bra DONE;
+	@%p1 st.global.b32 [%d10], 7;
+DONE:
+"""
+    assert run(body, {"out": out}).ok
+    assert out.tolist() == [7 * (lane >= 5 and lane % 2 == 0) for lane in range(32)]
+
+
+def test_votes_and_matches_of_mixed_and_uniform_warps():
+    """Warp 0 is mixed, in warp 1 no lane has the predicate, in warp 2 all have it."""
+    x = np.concatenate([RNG.integers(0, 4, 32), np.full(32, 1), np.full(32, 7)]).astype(np.uint32)
+    x[0], x[1] = 0, 3
+    uniform = lanes("setp.gt.u32 $P, $1, 2;\nvote.sync.uni.pred $0, $P, -1;", [x], np.bool_)
+    assert uniform.reshape(3, 32).tolist() == [[False] * 32, [True] * 32, [True] * 32]
+    match = lanes("match.all.sync.b32 $0|$P, $1, -1;", [x], np.uint32)
+    assert match.reshape(3, 32).tolist() == [[0] * 32, [M32] * 32, [M32] * 32]
+
+
+def test_an_access_is_in_bounds_with_all_its_bytes():
+    """Elements of 2 bytes at a stride of 4: a 4-byte access takes two bytes that belong to no tensor."""
+    data = np.zeros(64, np.uint16)
+    for instruction, found in (
+        ("st.global.b16 [%d0+4], 1", []),
+        ("st.global.b32 [%d0+4], 1", ["global-out-of-bounds"]),
+    ):
+        once = launch(kernel_text(f"\t{instruction};", 1), {"data": data})
+        (block,) = once.allocations
+        block = dataclasses.replace(block, views=(dataclasses.replace(block.views[0], shape=(32,), stride=(2,)),))
+        report = run_launch(dataclasses.replace(once, allocations=(block,)))
+        assert [h.kind for h in report.hazards] == found, str(report)
+
+
+@pytest.mark.parametrize(("nbytes", "found"), [(16, []), (8, ["shared-out-of-bounds"])])
+@pytest.mark.parametrize(
+    "instruction", ["st.shared.v4.b32 [%r1], {%r0, %r0, %r0, %r0}", "ld.shared.v2.b64 {%d1, %d2}, [%r1]"]
+)
+def test_a_shared_access_may_not_reach_beyond_the_end(instruction: str, nbytes: int, found: list):
+    body = f"\tmov.b32 %r1, 1024;\n\tsetp.ne.u32 %p0, %r0, 0;\n\t@%p0 bra DONE;\n\t{instruction};\nDONE:"
+    report = run(body, {"out": np.zeros(1, np.uint32)}, smem_bytes=nbytes)
+    assert [h.kind for h in report.hazards if h.kind != "uninitialised-shared-memory"] == found
+
+
+@pytest.mark.parametrize(
+    ("instruction", "start", "expected"),
+    [
+        ("atom.global.dec.u32 %r2, [%d0], 9;", 1000, 9 - 63 % 10),  # beyond the limit: the limit comes next
+        ("atom.global.dec.u32 %r2, [%d0], 9;", 0, 9 - 63 % 10),
+        ("atom.global.xor.b32 %r2, [%d0], %r0;", 5, 5),
+        ("atom.global.and.b32 %r2, [%d0], 12;", 0xFF, 12),
+        ("atom.global.exch.b32 %r2, [%d0], %r0;", 5, 63),
+    ],
+)
+def test_further_atomics_take_effect_lane_by_lane(instruction: str, start: int, expected: int):
+    cell = np.array([start], np.uint32)
+    assert run(f"\t{instruction}\n", {"cell": cell}, threads=64).ok
+    assert cell[0] == expected
+
+
+@pytest.mark.parametrize("kind", ["f16x2", "bf16x2"])
+def test_packed_subtraction_and_minimum(kind: str):
+    dtype = torch.float16 if kind == "f16x2" else torch.bfloat16
+    torch.manual_seed(2)
+    values = [torch.randn(64, 2).to(dtype) for _ in range(2)]
+    packed = [v.view(torch.int16).numpy().view(np.uint16).reshape(-1).view(np.uint32).copy() for v in values]
+    wide = [v.double() for v in values]
+    for text, expected in (("sub", wide[0] - wide[1]), ("min", torch.minimum(*wide))):
+        got = lanes(f"{text}.{kind} $0, $1, $2;", packed, np.uint32)
+        exact = expected.to(dtype).view(torch.int16).numpy().view(np.uint16).reshape(-1).view(np.uint32)
+        np.testing.assert_array_equal(got, exact, err_msg=text)
+
+
+def test_shfl_up_stays_in_its_segment():
+    x = words(32, 64)
+    got = lanes("shfl.sync.up.b32 $0|$P, $1, 3, 6144, -1;", [x], np.uint32)  # 24 << 8: segments of eight lanes
+    inside = lanes("shfl.sync.up.b32 %r40|$0, $1, 3, 6144, -1;", [x], np.bool_)
+    assert inside.tolist() == [lane % 8 >= 3 for lane in range(64)]
+    assert got.tolist() == [int(x[lane - 3 if lane % 8 >= 3 else lane]) for lane in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("and.b32", np.bitwise_and.reduce),
+        ("or.b32", np.bitwise_or.reduce),
+        ("xor.b32", np.bitwise_xor.reduce),
+        ("add.u32", np.sum),
+        ("min.u32", np.min),
+        ("max.u32", np.max),
+        ("min.s32", lambda v: v.view(np.int32).min()),
+        ("max.s32", lambda v: v.view(np.int32).max()),
+    ],
+)
+def test_redux_of_some_lanes(name: str, meaning):
+    """Only the lanes of the member mask count, whichever side of zero their values are on."""
+    for x in (RNG.integers(1, 2**31, 32), RNG.integers(2**31, 2**32, 32)):
+        x, out = x.astype(np.uint32) | np.uint32(0x80), np.zeros(32, np.uint32)
+        body = f"""
+	mad.wide.u32 %d10, %r0, 4, %d0;
+	ld.global.b32 %r1, [%d10];
+	setp.lt.u32 %p0, %r0, 5;
+	@%p0 bra DONE;
+	redux.sync.{name} %r2, %r1, 0xFFFFFFE0;
+	mad.wide.u32 %d10, %r0, 4, %d1;
+	st.global.b32 [%d10], %r2;
+DONE:
+"""
+        report = run(body, {"x": x, "out": out})
+        assert report.ok, str(report)
+        assert out.tolist() == [0] * 5 + [int(meaning(x[5:])) & M32] * 27
+
+
+def test_lane_masks():
+    x = np.zeros(64, np.uint32)
+    masks = {
+        "eq": lambda lane: 1 << lane,
+        "lt": lambda lane: (1 << lane) - 1,
+        "le": lambda lane: (2 << lane) - 1,
+        "gt": lambda lane: M32 & -(2 << lane),
+        "ge": lambda lane: M32 & -(1 << lane),
+    }
+    for name, meaning in masks.items():
+        got = lanes(f"mov.u32 $0, %lanemask_{name};\nadd.u32 $0, $0, $1;", [x], np.uint32)
+        assert got.tolist() == [meaning(i % 32) for i in range(64)], name
+
+
+def test_printf_conversions_of_integers():
+    data = (0xFFFFFFFE).to_bytes(4, "little") * 4 + (2**64 - 3).to_bytes(8, "little") * 2
+    read = lambda offset, size: data[offset : offset + size]  # noqa: E731
+    text = printf.render("%d %u %x %5i|%llu %lld", read, lambda address: "")
+    assert text == "-2 4294967294 fffffffe    -2|18446744073709551613 -3"
+
+
+def test_static_shared_memory_counts_towards_the_limit():
+    text = kernel_text("", 0, smem="\t.shared .align 16 .b8 fixed[1024];\n")
+    (signature,) = launches.kernel_signatures(text).values()
+    launches._check_limits(launch(text, {}, smem_bytes=232_448 - 1024), signature)
+    with pytest.raises(launches.LaunchError, match="231425 bytes of dynamic shared memory, at most 231424"):
+        launches._check_limits(launch(text, {}, smem_bytes=232_448 - 1023), signature)
+
+
+def test_static_shared_memory_of_another_kernel_does_not_count():
+    text = kernel_text("", 0, smem="\t.shared .align 16 .b8 fixed[1024];\n")
+    both = text + text.split(".address_size 64\n")[1].replace("entry k(", "entry other(")
+    signature = launches.kernel_signatures(both)["k"]
+    launches._check_limits(launch(both, {}, smem_bytes=232_448 - 1024), signature)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from emulator_ptx import kernel_text, launch, run
+from test_emulator_tensormap import make_map
 
 from cute_matmul.emulator.api import run_launch
 from cute_matmul.emulator.report import Suppression
@@ -192,18 +194,20 @@ DONE:
 
 
 @every_schedule
-def test_a_barrier_of_one_warp_orders_nothing_between_warps(schedule):
-    """Four warps each complete a barrier for 32 threads by themselves: a race stays a race."""
+@pytest.mark.parametrize(("count", "found"), [(32, {"data-race"}), (128, set())])
+def test_a_barrier_of_one_warp_orders_nothing_between_warps(schedule: str, count: int, found: set):
+    """Four warps each complete a barrier for 32 threads by themselves: the race of warp 0's store stays a race."""
     out = np.zeros(128, np.uint32)
     smem = "\t.shared .align 4 .b8 cell[4];\n"
-    body = """
+    body = f"""
 	mov.b32 %r1, cell;
-	st.shared.b32 [%r1], 1;
-	bar.sync 1, 32;
+	setp.eq.u32 %p0, %r0, 0;
+	@%p0 st.shared.b32 [%r1], 1;
+	bar.sync 1, {count};
 	ld.shared.b32 %r2, [%r1];
 """ + store(0, "%r2")
     report = run(body, {"out": out}, smem=smem, threads=128, options={"schedule": schedule})
-    assert report.deadlock is None and {h.kind for h in report.hazards} == {"data-race"}
+    assert report.deadlock is None and {h.kind for h in report.hazards} - {"uninitialised-shared-memory"} == found
 
 
 def test_barrier_reductions():
@@ -626,3 +630,611 @@ DONE:
     assert report.deadlock is not None
     assert "wgmma-not-whole-warp-group" in {h.kind for h in report.hazards}
     assert {row["barrier"] for row in report.deadlock.rows} == {"warps 3 of its warp group"}
+
+
+WGMMA_TILE = "\t.shared .align 1024 .b8 tile[8192];\n"
+
+
+WGMMA = """
+	mov.b32 %r1, tile;
+	mad.lo.u32 %r2, %r0, 64, %r1;
+	mov.b32 %r3, 0;
+	st.shared.v4.b32 [%r2], {{%r3, %r3, %r3, %r3}};
+	st.shared.v4.b32 [%r2+16], {{%r3, %r3, %r3, %r3}};
+	st.shared.v4.b32 [%r2+32], {{%r3, %r3, %r3, %r3}};
+	st.shared.v4.b32 [%r2+48], {{%r3, %r3, %r3, %r3}};
+	fence.proxy.async.shared::cta;
+	bar.sync 0;
+	mov.b64 %d10, 0x4000004000010040;
+	setp.ne.u32 %p1, %r0, %r0;
+	setp.lt.u32 %p2, %r0, 64;
+	mov.f32 %f20, 0f3F800000;
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f10, %f11, %f12, %f13}}, %d10, %d10, %p1, 1, 1, 0, 0;
+	wgmma.commit_group.sync.aligned;
+	{between}
+	wgmma.wait_group.sync.aligned 0;
+	mad.wide.u32 %d11, %r0, 4, %d0;
+	st.global.b32 [%d11], {result};
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "result", "found"),
+    [
+        ("", "%f10", set()),
+        ("mov.b32 %f20, %f10;", "%f20", set()),  # a rename
+        ("@%p2 mov.b32 %f20, %f10;", "%f20", {"accumulator-in-flight"}),  # a guarded move reads
+        ("add.f32 %f20, %f10, %f20;", "%f20", {"accumulator-in-flight"}),
+        ("add.f32 %f10, %f20, %f20;", "%f10", {"accumulator-in-flight"}),
+    ],
+)
+def test_accumulators_in_flight_may_be_renamed_and_nothing_else(between: str, result: str, found: set):
+    out = np.zeros(128, np.float32)
+    report = run(WGMMA.format(between=between, result=result), {"out": out}, smem=WGMMA_TILE, threads=128)
+    assert {h.kind for h in report.hazards} == found, str(report)
+
+
+def test_dynamic_shared_memory_starts_at_its_own_alignment():
+    out = np.zeros(32, np.uint32)
+    module = ".extern .shared .align 1024 .b8 dynamic[];\n"
+    smem = "\t.shared .align 16 .b8 fixed[16];\n"
+    body = "\tmov.b32 %r1, fixed;\n\tmov.b32 %r2, dynamic;\n\tsub.u32 %r3, %r2, %r1;\n" + store(0, "%r3")
+    assert run(body, {"out": out}, smem=smem, module=module, smem_bytes=64).ok
+    assert out.tolist() == [1024] * 32
+
+
+@every_schedule
+@pytest.mark.parametrize(("sem", "found"), [("release", set()), ("relaxed", {"data-race"})])
+def test_a_relaxed_arrival_hands_nothing_on(schedule: str, sem: str, found: set):
+    out = np.zeros(64, np.uint32)
+    smem = BAR + "\t.shared .align 4 .b8 cell[4];\n"
+    body = INIT.format(count=1) + f"""
+	mov.b32 %r2, cell;
+	setp.ge.u32 %p1, %r0, 32;
+	@%p1 bra READER;
+	@%p0 bra DONE;
+	st.shared.b32 [%r2], 7;
+	mbarrier.arrive.{sem}.cta.shared::cta.b64 _, [%r1];
+	bra DONE;
+READER:
+""" + wait("0", "W") + "\tld.shared.b32 %r3, [%r2];\n" + store(0, "%r3") + "DONE:\n"  # fmt: skip
+    report = run(body, {"out": out}, smem=smem, threads=64, options={"schedule": schedule})
+    assert {h.kind for h in report.hazards} == found and report.deadlock is None, str(report)
+
+
+@every_schedule
+@pytest.mark.parametrize(("sem", "found"), [("", set()), (".relaxed", {"data-race"})])
+def test_a_relaxed_cluster_arrival_hands_nothing_on(schedule: str, sem: str, found: set):
+    out = np.zeros(2, np.uint32)
+    smem = "\t.shared .align 4 .b8 cell[4];\n"
+    body = f"""
+	mov.b32 %r1, cell;
+	mov.u32 %r2, %cluster_ctarank;
+	xor.b32 %r3, %r2, 1;
+	mapa.shared::cluster.u32 %r4, %r1, %r3;
+	setp.ne.u32 %p0, %r0, 0;
+	@%p0 bra ARRIVE;
+	st.shared.b32 [%r1], %r2;
+ARRIVE:
+	barrier.cluster.arrive{sem}.aligned;
+	barrier.cluster.wait.acquire.aligned;
+	@%p0 bra LEAVE;
+	ld.shared::cluster.b32 %r5, [%r4];
+	mad.wide.u32 %d10, %r2, 4, %d0;
+	st.global.b32 [%d10], %r5;
+LEAVE:
+	barrier.cluster.arrive.aligned;
+	barrier.cluster.wait.aligned;
+"""
+    report = run(body, {"out": out}, smem=smem, grid=2, cluster=2, options={"schedule": schedule})
+    assert {h.kind for h in report.hazards} == found, str(report)
+
+
+@pytest.mark.parametrize(
+    ("fence", "found"), [("", set()), (".shared::cta", set()), (".global", {"missing-proxy-fence"})]
+)
+def test_a_proxy_fence_covers_the_space_it_names(fence: str, found: set):
+    out = np.zeros(64, np.uint32)
+    smem = "\t.shared .align 128 .b8 tile[256];\n"
+    body = f"""
+	mov.b32 %r1, tile;
+	mad.lo.u32 %r2, %r0, 8, %r1;
+	st.shared.v2.b32 [%r2], {{%r0, %r0}};
+	fence.proxy.async{fence};
+	bar.sync 0;
+	setp.ne.u32 %p0, %r0, 0;
+	@%p0 bra DONE;
+	cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1], 256;
+	cp.async.bulk.commit_group;
+	cp.async.bulk.wait_group 0;
+DONE:
+"""
+    assert {h.kind for h in run(body, {"out": out}, smem=smem).hazards} == found
+
+
+@every_schedule
+def test_cp_async_wait_all_waits_for_what_was_not_committed(schedule: str):
+    data, out = np.arange(1, 33, dtype=np.uint32), np.zeros(32, np.uint32)
+    smem = "\t.shared .align 16 .b8 tile[128];\n"
+    body = """
+	mov.b32 %r1, tile;
+	mad.lo.u32 %r2, %r0, 4, %r1;
+	mad.wide.u32 %d10, %r0, 4, %d0;
+	setp.lt.u32 %p1, %r0, 7;
+	cp.async.ca.shared.global [%r2], [%d10], 4, %p1;
+	cp.async.wait_all;
+	ld.shared.b32 %r3, [%r2];
+""" + store(1, "%r3")
+    report = run(body, {"data": data, "out": out}, smem=smem, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == [0] * 7 + data[7:].tolist()  # lanes with the predicate ignore their source
+
+
+def test_arrive_drop_lowers_the_count_of_later_phases():
+    out = np.zeros(32, np.uint32)
+    body = (
+        INIT.format(count=2)
+        + """
+	@%p0 bra FIRST;
+	mbarrier.arrive_drop.shared.b64 %d10, [%r1];
+	mbarrier.arrive.shared.b64 %d10, [%r1];
+FIRST:
+"""
+        + wait("0", "W")
+        + "\t@%p0 bra SECOND;\n\tmbarrier.arrive.shared.b64 %d10, [%r1];\nSECOND:\n"
+        + wait("1", "V")
+        + store(0, "1")
+    )
+    report = run(body, {"out": out}, smem=BAR)
+    assert report.ok, str(report)
+    assert out.tolist() == [1] * 32
+
+
+@every_schedule
+def test_warps_that_have_exited_hold_up_no_barrier(schedule: str):
+    """Warp 1 of both CTAs leaves at once: a cluster barrier does not wait for it."""
+    out = np.zeros(2, np.uint32)
+    body = """
+	setp.ge.u32 %p0, %r0, 32;
+	@%p0 bra LEAVE;
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+	setp.ne.u32 %p1, %r0, 0;
+	@%p1 bra LEAVE;
+	mov.u32 %r1, %ctaid.x;
+	mad.wide.u32 %d10, %r1, 4, %d0;
+	st.global.b32 [%d10], 1;
+LEAVE:
+"""
+    report = run(body, {"out": out}, threads=64, grid=2, cluster=2, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("count", "found"), [(0, ["mbarrier-count"]), (2**20 - 1, []), (2**20, ["mbarrier-count"])])
+def test_counts_that_mbarrier_init_takes(count: int, found: list):
+    body = f"""
+	mov.b32 %r1, bar;
+	setp.ne.u32 %p0, %r0, 0;
+	@%p0 bra DONE;
+	mbarrier.init.shared.b64 [%r1], {count};
+DONE:
+"""
+    assert [h.kind for h in run(body, {"out": np.zeros(1, np.uint32)}, smem=BAR).hazards] == found
+
+
+@pytest.mark.parametrize(("number", "found"), [(15, []), (16, ["barrier-number"])])
+def test_named_barriers_are_0_to_15(number: int, found: list):
+    for text in (f"\tbar.sync {number}, 32;\n", f"\tmov.b32 %r1, {number};\n\tbar.sync %r1, 32;\n"):
+        assert [h.kind for h in run(text, {"out": np.zeros(1, np.uint32)}).hazards] == found
+
+
+@every_schedule
+def test_the_exit_of_the_last_missing_warp_completes_a_barrier(schedule: str):
+    """Warp 1 spends some steps before it leaves, while warp 0 already waits for all warps that are still there."""
+    out = np.zeros(64, np.uint32)
+    body = """
+	setp.lt.u32 %p0, %r0, 32;
+	@%p0 bra BARRIER;
+	mov.b32 %r1, 0;
+LOOP:
+	add.u32 %r1, %r1, 1;
+	setp.lt.u32 %p1, %r1, 100;
+	@%p1 bra LOOP;
+	exit;
+BARRIER:
+	bar.sync 0;
+""" + store(0, "1")
+    report = run(body, {"out": out}, threads=64, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == [1] * 32 + [0] * 32
+
+
+@every_schedule
+@pytest.mark.parametrize(("noinc", "count"), [("", 1), (".noinc", 33)])
+def test_cp_async_arrivals_count_with_noinc_only(schedule: str, noinc: str, count: int):
+    """Warp 0 copies and lets its copies arrive, then thread 0 arrives; warp 1 reads what came."""
+    data, out = np.arange(1, 33, dtype=np.uint32), np.zeros(64, np.uint32)
+    smem = BAR + "\t.shared .align 16 .b8 tile[128];\n"
+    body = (
+        INIT.format(count=count)
+        + f"""
+	mov.b32 %r2, tile;
+	and.b32 %r3, %r0, 31;
+	mad.lo.u32 %r4, %r3, 4, %r2;
+	setp.ge.u32 %p1, %r0, 32;
+	@%p1 bra READER;
+	mad.wide.u32 %d10, %r0, 4, %d0;
+	cp.async.ca.shared.global [%r4], [%d10], 4;
+	cp.async.mbarrier.arrive{noinc}.shared.b64 [%r1];
+	@%p0 bra READER;
+	mbarrier.arrive.shared.b64 %d11, [%r1];
+READER:
+"""
+        + wait("0", "W")
+        + "\tld.shared.b32 %r5, [%r4];\n"
+        + store(1, "%r5")
+    )
+    report = run(body, {"data": data, "out": out}, smem=smem, threads=64, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == 2 * data.tolist()
+
+
+def test_tensor_stores_of_one_warp_from_different_places_are_several():
+    """Lanes 0 and 1 store tiles to the same box: two copies, of which either may win. Equal operands are one copy."""
+    for step, found in ((0, set()), (128, {"overwrite-before-copy-waited"})):
+        raw, out = np.zeros(256, np.uint8), np.zeros(64, np.uint8)
+        start = -raw.ctypes.data % 64
+        descriptor = raw[start : start + 128]
+        place = np.zeros(128, np.uint8)
+        target = place[-place.ctypes.data % 16 :][:64]
+        tensor_map = make_map(
+            dtype="uint8",
+            itemsize=1,
+            address=target.ctypes.data,
+            extents=(16, 4),
+            strides=(1, 16),
+            box=(16, 4),
+            swizzle=0,
+        )
+        descriptor[:] = np.frombuffer(tensor_map.encode(), np.uint8)
+        smem = "\t.shared .align 128 .b8 tile[256];\n"
+        body = f"""
+	mov.b32 %r1, tile;
+	mad.lo.u32 %r2, %r0, 8, %r1;
+	st.shared.v2.b32 [%r2], {{%r0, %r0}};
+	fence.proxy.async.shared::cta;
+	bar.sync 0;
+	setp.gt.u32 %p0, %r0, 1;
+	@%p0 bra DONE;
+	mad.lo.u32 %r3, %r0, {step}, %r1;
+	mov.b32 %r4, 0;
+	cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d0, {{%r4, %r4}}], [%r3];
+	cp.async.bulk.commit_group;
+	cp.async.bulk.wait_group 0;
+DONE:
+"""
+        report = run(body, {"descriptor": descriptor, "target": target, "out": out}, smem=smem)
+        assert {h.kind for h in report.hazards} == found, str(report)
+        assert target.view(np.uint32).tolist() == [i // 2 + step // 8 * (step > 0) for i in range(16)] or found
+
+
+def test_a_run_that_stopped_is_not_ok_however_much_is_suppressed():
+    out = np.zeros(8, np.uint32)
+    accepted = [Suppression("global-out-of-bounds", "st.global", "a test of suppression")]
+    body = "\tmad.wide.u32 %d10, %r0, 4, %d0;\n\tst.global.b32 [%d10], %r0;"
+    report = run(body, {"out": out}, options={"suppress": accepted})
+    assert report.suppressed and not report.hazards
+    assert report.stopped and not report.ok and report.exit_status == 1
+
+
+def test_bytes_due_when_the_step_limit_ends_a_run_are_no_hazard():
+    flag = np.zeros(1, np.uint32)
+    body = (
+        INIT.format(count=2)
+        + """
+	@%p0 bra SPIN;
+	mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 64;
+SPIN:
+	ld.volatile.global.b32 %r2, [%d0];
+	setp.eq.u32 %p1, %r2, 0;
+	@%p1 bra SPIN;
+"""
+    )
+    report = run(body, {"flag": flag}, smem=BAR, options={"max_steps": 500})
+    assert report.deadlock.reason == "step limit" and report.hazards == []
+
+
+@pytest.mark.parametrize("cooperative", [True, False])
+def test_the_ctas_of_a_cooperative_launch_are_all_resident(cooperative: bool):
+    """200 CTAs wait for each other: more than run at once, unless the launch asks for it."""
+    count = np.zeros(1, np.uint32)
+    body = """
+	setp.ne.u32 %p0, %r0, 0;
+	@%p0 bra DONE;
+	red.release.gpu.global.add.u32 [%d0], 1;
+SPIN:
+	ld.acquire.gpu.global.b32 %r1, [%d0];
+	setp.lt.u32 %p1, %r1, 200;
+	@%p1 bra SPIN;
+DONE:
+"""
+    once = dataclasses.replace(launch(kernel_text(body, 1), {"count": count}, grid=200), cooperative=cooperative)
+    report = run_launch(once, max_steps=5000)
+    assert report.ok == cooperative and count[0] == (200 if cooperative else 132)
+
+
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [(24, []), (256, []), (16, ["setmaxnreg-count"]), (28, ["setmaxnreg-count"]), (264, ["setmaxnreg-count"])],
+)
+def test_counts_that_setmaxnreg_takes(count: int, found: list):
+    body = f"\tsetmaxnreg.inc.sync.aligned.u32 {count};"
+    report = run(body, {"out": np.zeros(1, np.uint32)}, threads=128)
+    assert [h.kind for h in report.hazards] == found
+
+
+def late_wgmma(after_commit: str, result: str) -> str:
+    """Two tiles of ones; groups 0 and 1 multiply the first and the second tile with the first: 16 in every element."""
+    fill = "\n".join(f"\tst.shared.v4.b32 [%r2+{16 * i}], {{%r3, %r3, %r3, %r3}};" for i in range(8))
+    mma = "\twgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{{d}}}, {a}, %d10, %p1, 1, 1, 0, 0;\n"
+    mma += "\twgmma.commit_group.sync.aligned;\n"
+    first = mma.format(d="%f10, %f11, %f12, %f13", a="%d10")
+    second = mma.format(d="%f14, %f15, %f16, %f17", a="%d11")
+    return (
+        INIT.format(count=1)
+        + "\tmov.b32 %r4, tile;\n\tmad.lo.u32 %r2, %r0, 128, %r4;\n\tmov.b32 %r3, 0x3C003C00;\n"
+        + fill
+        + """
+	fence.proxy.async.shared::cta;
+	bar.sync 0;
+	shr.u32 %r5, %r4, 4;
+	cvt.u64.u32 %d9, %r5;
+	or.b64 %d10, %d9, 0x4000004000010000;
+	add.u64 %d11, %d10, 512;
+	setp.ne.u32 %p1, %r0, %r0;
+	wgmma.fence.sync.aligned;
+"""
+        + first
+        + second
+        + after_commit
+        + "\twgmma.wait_group.sync.aligned 0;\n"
+        + store(0, result)
+    )
+
+
+LATE_SMEM = BAR + "\t.shared .align 1024 .b8 tile[16384];\n"
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("round_robin", 16.0), ("adversarial", 0.0)])
+def test_adversarial_wgmmas_read_at_their_wait_and_no_earlier(schedule: str, expected: float):
+    """wait_group 1 leaves group 1 in flight: under the adversarial schedule it reads what is stored after that."""
+    out = np.zeros(128, np.float32)
+    zero = "\n".join(f"\tst.shared.v4.b32 [%r6+{16 * i}], {{%r7, %r7, %r7, %r7}};" for i in range(4))
+    overwrite = (
+        "\twgmma.wait_group.sync.aligned 1;\n\tmad.lo.u32 %r6, %r0, 64, %r4;\n\tadd.u32 %r6, %r6, 8192;\n"
+        f"\tmov.b32 %r7, 0;\n{zero}\n\tbar.sync 0;\n"
+    )
+    body = late_wgmma(overwrite, "%f14")
+    report = run(body, {"out": out}, smem=LATE_SMEM, threads=128, options={"schedule": schedule})
+    assert {h.kind for h in report.hazards} == {"overwrite-while-wgmma-reads"}
+    assert out.tolist() == [expected] * 128
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("round_robin", 16.0), ("adversarial", 0.0)])
+def test_adversarial_copies_issued_after_a_wgmma_land_before_it_reads(schedule: str, expected: float):
+    out, data = np.zeros(128, np.float32), np.zeros(8192, np.uint8)
+    refill = """
+	@%p0 bra ISSUED;
+	mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 8192;
+	cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%d1], 8192, [%r1];
+ISSUED:
+"""
+    body = late_wgmma(refill, "%f10") + wait("0", "W")
+    report = run(body, {"out": out, "data": data}, smem=LATE_SMEM, threads=128, options={"schedule": schedule})
+    assert {h.kind for h in report.hazards} == {"overwrite-while-wgmma-reads"}, str(report)
+    assert out.tolist() == [expected] * 128
+
+
+def test_the_adversarial_schedule_runs_the_last_warp_first():
+    count, out = np.zeros(1, np.uint32), np.zeros(128, np.uint32)
+    body = "\tatom.global.add.u32 %r1, [%d0], 1;\n" + store(1, "%r1")
+    assert run(body, {"count": count, "out": out}, threads=128, options={"schedule": "adversarial"}).ok
+    assert out.reshape(4, 32).min(axis=1).tolist() == [96, 64, 32, 0]
+    orders = set()
+    for seed in range(1, 9):
+        count[:] = 0
+        run(body, {"count": count, "out": out}, threads=128, options={"schedule": "adversarial", "seed": seed})
+        orders.add(tuple(out.reshape(4, 32).min(axis=1).tolist()))
+    assert len(orders) > 3
+
+
+def test_a_try_wait_may_give_up_under_the_random_schedule_only():
+    """One try_wait without a loop, on a phase that warp 0 completes in the end."""
+    seen = {}
+    for schedule in ("round_robin", "adversarial", "random"):
+        for seed in range(40 if schedule == "random" else 1):
+            out = np.zeros(64, np.uint32)
+            body = INIT.format(count=1) + """
+	setp.ge.u32 %p1, %r0, 32;
+	@%p1 bra WAITER;
+	@%p0 bra DONE;
+	mbarrier.arrive.shared.b64 _, [%r1];
+	bra DONE;
+WAITER:
+	mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;
+	selp.b32 %r2, 1, 2, %p2;
+""" + store(0, "%r2") + "DONE:\n"  # fmt: skip
+            report = run(body, {"out": out}, smem=BAR, threads=64, options={"schedule": schedule, "seed": seed})
+            assert report.ok, str(report)
+            seen.setdefault(schedule, set()).add(int(out[32]))
+    assert seen == {"round_robin": {1}, "adversarial": {1}, "random": {1, 2}}
+
+
+@pytest.mark.parametrize("form", ["shared::cluster", "generic"])
+def test_getctarank_names_the_cta_of_an_address(form: str):
+    out = np.zeros(4, np.uint32)
+    body = """
+	mov.b32 %r1, bar;
+	mov.u32 %r2, %cluster_ctarank;
+	mapa.shared::cluster.u32 %r3, %r1, 2;
+	getctarank.shared::cluster.u32 %r4, %r3;
+	getctarank.shared::cluster.u32 %r5, %r1;
+"""
+    if form == "generic":
+        body = """
+	mov.b32 %r1, bar;
+	mov.u32 %r2, %cluster_ctarank;
+	cvt.u64.u32 %d5, %r1;
+	cvta.shared.u64 %d6, %d5;
+	mapa.u64 %d7, %d6, 2;
+	getctarank.u64 %r4, %d7;
+	getctarank.u64 %r5, %d6;
+"""
+    body += """
+	mad.lo.u32 %r4, %r4, 100, %r5;
+	mad.wide.u32 %d10, %r2, 4, %d0;
+	setp.ne.u32 %p0, %r0, 0;
+	@%p0 bra DONE;
+	st.global.b32 [%d10], %r4;
+DONE:
+"""
+    assert run(body, {"out": out}, smem=BAR, grid=4, cluster=4).ok
+    assert out.tolist() == [200, 201, 202, 203]
+
+
+def test_barrier_reductions_of_a_warp_that_is_not_full():
+    out = np.zeros(40, np.uint32)
+    body = """
+	setp.lt.u32 %p1, %r0, 100;
+	bar.red.and.pred %p2, 0, %p1;
+	bar.red.popc.u32 %r1, 0, !%p1;
+	selp.b32 %r2, 1000, 0, %p2;
+	add.u32 %r2, %r2, %r1;
+""" + store(0, "%r2")
+    assert run(body, {"out": out}, threads=40).ok
+    assert out.tolist() == [1000] * 40
+
+
+def test_a_wait_for_fewer_groups_than_there_are_lands_nothing():
+    data, out = np.arange(1, 33, dtype=np.uint32), np.zeros(32, np.uint32)
+    smem = "\t.shared .align 16 .b8 tile[256];\n"
+    body = """
+	mov.b32 %r1, tile;
+	mad.lo.u32 %r2, %r0, 4, %r1;
+	mad.wide.u32 %d10, %r0, 4, %d0;
+	st.shared.b32 [%r2], 0;
+	cp.async.ca.shared.global [%r2], [%d10], 4;
+	cp.async.commit_group;
+	cp.async.ca.shared.global [%r2+128], [%d10], 4;
+	cp.async.commit_group;
+	cp.async.wait_group 3;
+	bra NEXT;
+NEXT:
+	ld.shared.b32 %r3, [%r2];
+""" + store(1, "%r3")
+    report = run(body, {"data": data, "out": out}, smem=smem, options={"schedule": "adversarial"})
+    assert "read-before-copy-waited" in {h.kind for h in report.hazards}
+    assert out.tolist() == [0] * 32
+
+
+def test_a_barrier_may_be_invalidated_after_arrive_drop():
+    body = (
+        INIT.format(count=2)
+        + """
+	@%p0 bra WAITING;
+	mbarrier.arrive_drop.shared.b64 %d10, [%r1];
+	mbarrier.arrive.shared.b64 %d10, [%r1];
+WAITING:
+"""
+        + wait("0", "W")
+        + "\t@%p0 bra ARRIVED;\n\tmbarrier.arrive.shared.b64 %d10, [%r1];\nARRIVED:\n"
+        + wait("1", "V")
+        + "\tbar.sync 0;\n\t@%p0 bra DONE;\n\tmbarrier.inval.shared.b64 [%r1];\nDONE:\n"
+    )
+    report = run(body, {"out": np.zeros(1, np.uint32)}, smem=BAR)
+    assert report.ok, str(report)
+
+
+def test_isspacep_tells_the_own_ctas_memory_from_a_peers():
+    out = np.zeros(2, np.uint32)
+    body = """
+	mov.b32 %r1, bar;
+	cvt.u64.u32 %d5, %r1;
+	cvta.shared.u64 %d6, %d5;
+	mov.u32 %r2, %cluster_ctarank;
+	xor.b32 %r3, %r2, 1;
+	mapa.u64 %d7, %d6, %r3;
+	isspacep.shared::cta %p1, %d7;
+	isspacep.shared::cluster %p2, %d7;
+	isspacep.shared::cta %p3, %d6;
+	selp.b32 %r4, 1, 0, %p1;
+	selp.b32 %r5, 10, 0, %p2;
+	selp.b32 %r6, 100, 0, %p3;
+	add.u32 %r4, %r4, %r5;
+	add.u32 %r4, %r4, %r6;
+	mad.wide.u32 %d10, %r2, 4, %d0;
+	setp.ne.u32 %p0, %r0, 0;
+	@%p0 bra DONE;
+	st.global.b32 [%d10], %r4;
+DONE:
+"""
+    assert run(body, {"out": out}, smem=BAR, grid=2, cluster=2).ok
+    assert out.tolist() == [110, 110]
+
+
+@every_schedule
+def test_a_multicast_reaches_its_own_cluster(schedule: str):
+    data, out = np.arange(64, dtype=np.uint32), np.zeros(4, np.uint32)
+    smem = BAR + "\t.shared .align 128 .b8 tile[256];\n"
+    body = (
+        INIT.format(count=1)
+        + """
+	mov.b32 %r2, tile;
+	mov.u32 %r3, %cluster_ctarank;
+	mov.u32 %r4, %ctaid.x;
+	@%p0 bra EXPECTED;
+	mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 256;
+EXPECTED:
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+	setp.ne.u32 %p1, %r3, 0;
+	or.pred %p2, %p0, %p1;
+	@%p2 bra WAITING;
+	mov.b16 %h1, 3;
+	cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r2], [%d0], 256, [%r1], %h1;
+WAITING:
+"""
+        + wait("0", "W")
+        + """
+	ld.shared.b32 %r5, [%r2+252];
+	@%p0 bra LEAVE;
+	mad.wide.u32 %d10, %r4, 4, %d1;
+	st.global.b32 [%d10], %r5;
+LEAVE:
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+"""
+    )
+    report = run(body, {"data": data, "out": out}, smem=smem, grid=4, cluster=2, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == [63] * 4
+
+
+@every_schedule
+def test_polling_a_bounded_number_of_times_is_no_deadlock(schedule: str):
+    out = np.zeros(32, np.uint32)
+    body = INIT.format(count=1) + """
+	mov.b32 %r2, 0;
+POLL:
+	mbarrier.test_wait.parity.shared.b64 %p1, [%r1], 0;
+	@%p1 bra DONE;
+	add.u32 %r2, %r2, 1;
+	setp.lt.u32 %p2, %r2, 3;
+	@%p2 bra POLL;
+DONE:
+""" + store(0, "%r2")  # fmt: skip
+    report = run(body, {"out": out}, smem=BAR, options={"schedule": schedule})
+    assert report.ok, str(report)
+    assert out.tolist() == [3] * 32

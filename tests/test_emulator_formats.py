@@ -226,3 +226,11 @@ def test_what_ptx_does_not_have_is_refused(opcode):
 def test_encode_refuses_e4m3_without_saturation():
     with pytest.raises(FormatError, match="satfinite"):
         formats.encode(np.ones(1, np.float32), "e4m3")
+
+
+def test_overflow_goes_the_way_of_the_rounding_mode():
+    """IEEE 754: beyond the largest number, infinity only where the mode rounds away from zero."""
+    x = np.array([1e6, -1e6], np.float32).view(np.uint32)
+    expected = {"rn": (0x7C00, 0xFC00), "rz": (0x7BFF, 0xFBFF), "rm": (0x7BFF, 0xFC00), "rp": (0x7C00, 0xFBFF)}
+    for mode, bits in expected.items():
+        assert tuple(cvt(f"cvt.{mode}.f16.f32")(x).tolist()) == bits, mode

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cute_matmul.emulator.hazards import RULES, HazardEngine
+from cute_matmul.emulator.report import Report, Suppression
 
 TILE = 1024
 FULL, EMPTY = 0x400, 0x440
@@ -1215,3 +1216,139 @@ def test_unknown_fence_and_grid():
         s.hz.fence(np.array([0]), 0, "membar.x")
     with pytest.raises(ValueError, match="ctas=3"):
         HazardEngine(ctas=3, warps_per_cta=1, cluster_size=2)
+
+
+@pytest.mark.parametrize(
+    ("scope", "found"), [("cta", {"mbarrier-init-not-visible"}), ("cluster", set()), ("gpu", set())]
+)
+def test_a_fence_publishes_an_init_from_cluster_scope_on(scope: str, found: set):
+    s = Script()
+    s.init(0, FULL, fence=False)
+    s.hz.fence(np.array([0]), s.src("fence"), "acq_rel", scope)
+    s.sync()
+    s.expect(1, FULL, TILE)
+    s.tma(1, DATA, FULL)
+    s.complete(FULL)
+    assert kinds(s) == found
+
+
+@pytest.mark.parametrize(("overwritten", "found"), [(False, set()), (True, {"data-race"})])
+def test_a_later_relaxed_write_of_a_flag_hands_nothing_on(overwritten: bool, found: set):
+    s = two_ctas()
+    s.gstore("data", 0, 1 << 20)
+    s.gstore("flag", 0, 1 << 21, lanes=1, sem="release")
+    if overwritten:
+        s.gstore("flag again", 0, 1 << 21, lanes=1, sem="relaxed")
+    s.gload("flag", 2, 1 << 21, lanes=1, sem="acquire")
+    s.gload("use", 2, 1 << 20)
+    assert kinds(s) == found
+
+
+@pytest.mark.parametrize(("seen", "found"), [(True, set()), (False, {"mbarrier-phase-unordered"})])
+def test_a_copy_needs_to_have_seen_the_phase_before_its_own(seen: bool, found: set):
+    """Warp 0 expects the bytes, warp 1 issues the copy: into phase 1, or into phase 0 that it knows nothing of."""
+    s = Script(warps=2)
+    s.init(0, FULL)
+    s.sync()
+    s.expect(0, FULL, TILE)
+    s.tma(0, DATA, FULL)
+    s.complete(FULL)
+    s.wait([0, 1] if seen else [0], FULL)
+    s.expect(0, FULL, TILE)
+    s.tma(1, DATA + TILE, FULL, name="copy by another")
+    assert kinds(s) - {"mbarrier-tx-bytes"} == found
+
+
+def test_readers_of_several_clusters_are_remembered_apart():
+    """Warp 0 of both CTAs reads; warp 1 of the second, ordered after its own warp 0 only, overwrites."""
+    s = two_ctas()
+    s.gstore("elsewhere", 1, (1 << 20) + 4096)
+    s.gload("ld by CTA 0", 0, 1 << 20)
+    s.gload("ld by CTA 1", 2, 1 << 20)
+    s.sync([2, 3])
+    s.gstore("st", 3, 1 << 20)
+    assert [(h.kind, h.there.line) for h in s.finish()] == [("data-race", "ld by CTA 0")]
+
+
+def test_named_barriers_forget_what_came_from_other_clusters():
+    """CTA 1 acquires CTA 0's flag and syncs; CTA 2's barrier, which takes the same place, knows nothing of it."""
+    s = Script(warps=2, ctas=3)
+    s.hz.add_allocation(1 << 20, 1 << 12)
+    s.gstore("data", 0, 1 << 20)
+    s.gstore("flag", 0, (1 << 20) + 1024, lanes=1, sem="release")
+    s.gload("flag", 2, (1 << 20) + 1024, lanes=1, sem="acquire")
+    for first in (2, 4):
+        pair = np.array([first, first + 1])
+        s.hz.bar_arrive(pair, s.src("bar.sync"), 1)
+        s.hz.bar_complete(pair, 1)
+    s.gload("use", 3, 1 << 20)
+    assert kinds(s) == set()
+    s.gload("use by a stranger", 5, 1 << 20)
+    assert [(h.kind, h.here.line) for h in s.finish()] == [("data-race", "use by a stranger")]
+
+
+@pytest.mark.parametrize(("waited", "found"), [(True, set()), (False, {"mbarrier-reinitialised"})])
+def test_a_barrier_whose_copy_nobody_waited_for_is_in_use(waited: bool, found: set):
+    s = Script()
+    s.init(0, FULL)
+    s.sync()
+    s.expect(0, FULL, TILE)
+    s.tma(0, DATA, FULL)
+    s.complete(FULL)
+    if waited:
+        s.wait(0, FULL)
+    s.invalidate(0, FULL)
+    assert kinds(s) == found
+
+
+@pytest.mark.parametrize("expected", [TILE // 2, 2 * TILE])
+def test_bytes_of_a_phase_that_never_completes_must_agree_too(expected: int):
+    s = Script()
+    s.init(0, FULL, count=2)
+    s.sync()
+    s.expect(0, FULL, expected)
+    s.tma(0, DATA, FULL)
+    s.exit()
+    assert kinds(s) == {"mbarrier-tx-bytes", "exit-with-copy-in-flight"}
+
+
+def test_a_suppression_may_name_either_side():
+    s = Script()
+    s.store("writer.py:1", 0, DATA)
+    s.load("reader.py:2", 1, DATA)
+    (hazard,) = s.finish()
+    assert hazard.matches("data-race", "reader.py:2") and hazard.matches("data-race", "writer.py:1")
+    assert not hazard.matches("data-race", "other.py:1")
+    report = Report()
+    report.suppress([hazard], [Suppression("data-race", "writer.py:1", "a test")])
+    assert report.ok and len(report.suppressed) == 1
+
+
+def test_waits_of_before_a_new_init_are_over():
+    """The peer arrives at the barrier made anew: all it knows of CTA 0 is that init (a relaxed cluster arrival)."""
+    s = Script(warps=1, ctas=2, cluster=2)
+    s.init(0, FULL)
+    s.arrive(0, FULL)
+    s.complete(FULL)
+    s.wait(0, FULL)
+    s.invalidate(0, FULL)
+    s.init(0, FULL, name="init again")
+    s.hz.cluster_arrive(np.arange(2), s.src("cluster arrive"), False)
+    s.hz.cluster_complete(np.array([0]))
+    s.hz.cluster_wait(np.arange(2), s.src("cluster wait"))
+    s.arrive(1, FULL, cta=0)
+    s.complete(FULL)
+    assert kinds(s) == set()
+
+
+@pytest.mark.parametrize("space", ["shared", "global"])
+def test_an_atomic_races_with_a_plain_access_of_either_side(space: str):
+    for first, second in ((False, True), (True, False)):
+        s = two_ctas()
+        for agent, atomic in ((0, first), (1, second)):
+            how = {"atomic": True, "sem": "relaxed"} if atomic else {}
+            if space == "shared":
+                s.store("red" if atomic else "st", agent, DATA, **how)
+            else:
+                s.gstore("red" if atomic else "st", agent, 1 << 20, **how)
+        assert kinds(s) - {"uninitialised-shared-memory"} == {"data-race"}, (first, second)

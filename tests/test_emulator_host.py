@@ -565,3 +565,19 @@ def test_the_environment_does_not_matter(arch, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "(2, 3, 1) []"
+
+
+def test_every_dimension_of_a_grid_is_a_multiple_of_its_cluster():
+    target = torch.zeros(32, dtype=torch.int64)
+    arguments = (target, [2, 3, 1], [32, 1, 1], [1, 2, 1])
+    with pytest.raises(host.LaunchError, match=r"grid \(2, 3, 1\) is not a multiple of cluster \(1, 2, 1\)"):
+        host.Program.compile(grid_from, *arguments).run(*arguments)
+
+
+def test_ranges_that_only_touch_are_two_allocations():
+    whole = torch.zeros(64)
+    operands = Operands()
+    for name, part in (("first", whole[:32]), ("second", whole[32:])):
+        operands.convert(from_dlpack(part), name)
+    operands.restore()
+    assert [(a.label, a.nbytes) for a in operands.allocations(())] == [("first", 128), ("second", 128)]

@@ -22,6 +22,7 @@ from cute_matmul.emulator.matrix import (
     StMatrix,
     Wgmma,
     movmatrix,
+    uniform,
 )
 
 TORCH = {
@@ -668,3 +669,31 @@ def test_descriptors_name_the_elements_that_the_gpu_read():
         values = np.arange(8192 // 2, dtype=np.uint16).view(np.float16).astype(np.float32)
         read = op.load("b", np.array([bits], np.uint64), smem, np.array([0]))[0]
         assert np.array_equal(read, values[elements.reshape(16, 16)]), case
+
+
+@pytest.mark.parametrize("thread", [1, 31, 32, 127])
+def test_every_thread_of_a_warp_group_has_the_same_descriptor(thread: int):
+    values = np.full((8, 32), 7, np.uint64)
+    assert uniform(values, 2, "A").tolist() == [7, 7]
+    values.reshape(-1)[128 + thread] = 8
+    with pytest.raises(MatrixError, match="differs among the threads of warp group 1"):
+        uniform(values, 2, "A")
+
+
+@pytest.mark.parametrize("model", ["FAST", "TRUNCATING"])
+def test_infinite_and_nan_addends_stay_what_they_are(model: str):
+    a, b = np.ones((1, 2, 16), np.float32), np.ones((1, 3, 16), np.float32)
+    c = np.array([[[np.inf, -np.inf, np.nan], [1, 2, 3]]], np.float32)
+    d = getattr(arithmetic, model)(a, b, c, "f16", "f32")
+    np.testing.assert_array_equal(d, c + 16)
+
+
+def test_scale_d_is_each_warp_groups_own():
+    """Two warp groups in one call, of which one adds to the old accumulator: A and B are zeros, D was ones."""
+    op = Wgmma.parse("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16", (1, 1, 0, 0))
+    ones = np.ones((op.d_registers, 8, 32), np.float32).view(np.uint32)
+    descriptors = np.full(2, 0x4000004000010000, np.uint64)
+    smem = np.zeros((1, 1 << 14), np.uint8)
+    for keep in ([True, False], [False, True]):
+        d = op.execute(ones, descriptors, descriptors, smem, [0, 0], np.array(keep)).view(np.float32)
+        assert (d[:, :4] == keep[0]).all() and (d[:, 4:] == keep[1]).all()

@@ -372,3 +372,14 @@ def test_copies_of_one_fill_are_one_bar():
     ((label, kind, events),) = timeline.rows()
     assert (label, kind) == ("load stage 0", LOAD)
     assert [(event.start, event.end, event.count, event.nbytes) for event in events] == [(0, 700, 2, STAGE_BYTES)]
+
+
+def test_a_read_wait_does_not_stand_for_completion():
+    tracer = Tracer(1, 1, model=ROUND)
+    tracer.start(np.arange(1))
+    tracer.bulk_store([0], 0, [0], [0], STAGE_BYTES)
+    tracer.bulk_commit([0], [0])
+    tracer.bulk_wait([0], [0], 0, read=True)
+    assert tracer.clock[0] == 200
+    tracer.bulk_wait([0], [0], 0)
+    assert tracer.clock[0] == 200 + 400

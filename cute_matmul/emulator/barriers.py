@@ -185,6 +185,7 @@ class Barriers:
         expect_tx: np.ndarray,
         release: bool,
         arrive: bool,
+        drop: bool,
     ) -> None:
         """Arrivals and expected bytes, at barriers checked by `use`."""
         self.check_phase(agents, src, slots)
@@ -193,6 +194,8 @@ class Barriers:
         if not arrive:
             return
         np.subtract.at(state["pending"], slots, count)
+        if drop:
+            np.subtract.at(state["count"], slots, count)
         over = (state["pending"][slots] < 0) & state["live"][slots]
         if over.any():
             i = int(np.flatnonzero(over)[-1])

@@ -747,8 +747,10 @@ class HazardEngine:
         *,
         release: bool = True,
         arrive: bool = True,
+        drop: bool = False,
     ) -> None:
-        """mbarrier.arrive, .arrive.expect_tx, or (arrive=False) .expect_tx alone; `cta` may be a peer.
+        """mbarrier.arrive, .arrive.expect_tx, or (arrive=False) .expect_tx alone; `cta` may be a peer. drop: later
+        phases take so many arrivals fewer.
 
         `count` is the number of arrivals that the agent makes with this instruction, over all its lanes.
         """
@@ -757,7 +759,7 @@ class HazardEngine:
         cta = array(cta, n)
         self._touch_remote(agents, src, cta)
         slots = self.barriers.use(agents, src, cta, array(bar, n))
-        self.barriers.arrive(agents, src, slots, array(count, n), array(expect_tx, n), release, arrive)
+        self.barriers.arrive(agents, src, slots, array(count, n), array(expect_tx, n), release, arrive, drop)
 
     def mbar_complete(self, cta: np.ndarray, bar: np.ndarray, phase: np.ndarray) -> None:
         """The current phase of these barriers, each named once, has completed; called after the arrivals."""

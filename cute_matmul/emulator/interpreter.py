@@ -7,6 +7,7 @@ the hardware make them do, and both sides can run meanwhile. CTAs run in waves o
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter, deque
 
@@ -464,7 +465,12 @@ class Engine(AddressSpaces, Barriers, Units):
         if not blocked and not self.live_lanes.any():
             return False
         waits = [(b, f, n) for b in self.mbarriers.values() for f, n in b.waiters]
-        state = (self.changes, frozenset((f.warp, n, b.place) for b, f, n in waits))
+        # NOTE: with the registers, since a loop that counts its polls comes to an end.
+        registers = hashlib.blake2b()
+        warps = sorted({f.warp for _, f, _ in waits})
+        for file in (self.A1, self.A16, self.A32, self.A64):
+            registers.update(file[:, warps].tobytes())
+        state = (self.changes, frozenset((f.warp, n, b.place) for b, f, n in waits), registers.digest())
         if waits and state not in self.timeouts:
             self.timeouts.add(state)
             for barrier, fragment, node in waits:

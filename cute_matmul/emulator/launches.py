@@ -84,7 +84,7 @@ class Launch:
 _ENTRY = re.compile(r"\.entry\s+([\w$.]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM_BYTES = re.compile(r"\.param\b[^\[\]]*?\.b8\s+[\w$.]+\s*\[\s*(\d+)\s*\]\s*$", re.S)
 _PARAM_SCALAR = re.compile(r"\.param\s+\.[a-z]+(\d+)\b", re.S)
-_STATIC_SHARED = re.compile(r"^\s*\.shared\s+\.align\s+\d+\s+\.b8\s+[\w$.]+\s*\[\s*(\d+)\s*\]", re.M)
+_STATIC_SHARED = re.compile(r"^\s*\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$.]+)\s*\[\s*(\d+)\s*\]", re.M)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,23 @@ def kernel_signatures(ptx: str) -> dict[str, KernelSignature]:
             _dims(directives, "reqnctapercluster"),
         )
     return result
+
+
+def _static_shared(ptx: str, kernel: str) -> int:
+    """Bytes of static shared memory of one kernel of a module: its own variables, and the module's that it names."""
+    total, outside, last = 0, [], 0
+    body = ""
+    for entry in _ENTRY.finditer(ptx):
+        end = ptx.find("\n}", entry.end())
+        outside.append(ptx[last : entry.end()])
+        last = end
+        if entry[1] == kernel:
+            body = ptx[entry.end() : end]
+            total += sum(int(size) for _, size in _STATIC_SHARED.findall(body))
+    for name, size in _STATIC_SHARED.findall("".join([*outside, ptx[last:]])):
+        if re.search(rf"(?<![\w$.]){re.escape(name)}(?![\w$.])", body):
+            total += int(size)
+    return total
 
 
 def _dims(directives: str, name: str) -> tuple[int, int, int] | None:
@@ -213,7 +230,7 @@ def _check_limits(launch: Launch, signature: KernelSignature) -> None:
         raise LaunchError(f"{who}: cluster {launch.cluster}, at most {MAX_CLUSTER} CTAs")
     if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
         raise LaunchError(f"{who}: grid {launch.grid} is not a multiple of cluster {launch.cluster}")
-    limit = MAX_SHARED_BYTES - sum(int(size) for size in _STATIC_SHARED.findall(launch.ptx))
+    limit = MAX_SHARED_BYTES - _static_shared(launch.ptx, launch.kernel)
     if launch.smem_bytes > limit:
         raise LaunchError(f"{who}: {launch.smem_bytes} bytes of dynamic shared memory, at most {limit}")
 
@@ -258,8 +275,7 @@ def _kernel_get_attribute(value: int, attribute: int, handle: int, _device: int)
     if attribute != 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, static shared memory
         raise HostError(f"the host code asks for function attribute {attribute}, known is 1 (static shared memory)")
     session = _session()
-    static = sum(int(size) for size in _STATIC_SHARED.findall(session.ptx))
-    ctypes.c_int32.from_address(value).value = static
+    ctypes.c_int32.from_address(value).value = _static_shared(session.ptx, session.kernels[handle])
     return CUDA_SUCCESS
 
 

@@ -185,7 +185,7 @@ class Barriers:
             for o in self.observers:
                 o.mbar_arrive(
                     G.agents[rows[piece]], src, cta[piece], bar[piece], count=arrivals[piece],
-                    expect_tx=expected[piece], release=order == "release", arrive=arrive,
+                    expect_tx=expected[piece], release=order == "release", arrive=arrive, drop=drop,
                 )  # fmt: skip
             barriers = self._barriers(G, src, rows[piece], places[piece])
             for i, barrier in enumerate(barriers, begin):
@@ -353,7 +353,8 @@ class Barriers:
                 continue
             barrier = arrivals.add(row, key, counts[row] if counts else None)
             if predicate is not None:
-                barrier.predicates.append(np.broadcast_to(predicate, (G.count, 32))[row])
+                lanes = self.live_lanes[fragment.warp]  # a CTA's last warp may have fewer than 32
+                barrier.predicates.append(np.broadcast_to(predicate, (G.count, 32))[row][lanes])
             barrier.waiting += [(f, node.index) for f in fragments]
         arrivals.finish()
 

@@ -199,8 +199,13 @@ class AddressSpaces:
         return (address & keep) | ((rank.astype(address.dtype) + kind(1)) << kind(CLUSTER_SHIFT))
 
     def cta_rank_of(self, G, address: np.ndarray) -> np.ndarray:
-        rank = (address.astype(np.int64) & ~0 >> CLUSTER_SHIFT) & 0xFFFF
+        rank = (address.astype(np.int64) & translate.WINDOW_MASK) >> CLUSTER_SHIFT
         return np.where(rank == 0, self.special("cluster_ctarank")[G.ix].astype(np.int64), rank - 1).astype(np.uint32)
+
+    def own_shared(self, G, address: np.ndarray) -> np.ndarray:
+        """Whether generic addresses are in the shared memory of the CTA itself, not of a peer."""
+        own = self.special("cluster_ctarank")[G.ix]
+        return (address >> np.uint64(56) == 1) & (self.cta_rank_of(G, address) == own)
 
     # Loads and stores
 

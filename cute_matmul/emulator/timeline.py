@@ -76,9 +76,10 @@ class _Group:
 
     def wait(self, pending: int, source_only: bool = False) -> float:
         """The time at which all but the last `pending` groups are done."""
-        done = self.committed[: len(self.committed) - pending] if pending else self.committed
+        done = self.committed[: max(len(self.committed) - pending, 0)]
         time = max((free if source_only else end for free, end in done), default=0.0)
-        del self.committed[: len(done)]
+        if not source_only:  # or a wait for their completion is still to come
+            del self.committed[: len(done)]
         return time
 
 
@@ -371,7 +372,7 @@ class Tracer:
         """Nothing to do: a re-init resets the barrier."""
 
     def mbar_arrive(
-        self, agents, src, cta, bar, count=1, expect_tx=0, release: bool = True, arrive: bool = True
+        self, agents, src, cta, bar, count=1, expect_tx=0, release: bool = True, arrive: bool = True, drop: bool = False
     ) -> None:
         rows = np.broadcast_arrays(np.asarray(agents), np.asarray(cta), np.asarray(bar))
         for agent, at, barrier in zip(*(row.ravel().tolist() for row in rows), strict=True):

@@ -480,7 +480,7 @@ class Units:
             return
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             groups = self._groups(G, row, lane)
-            done = groups.groups[: len(groups.groups) - pending] if pending else groups.groups
+            done = groups.groups[: max(len(groups.groups) - pending, 0)]
             for group in done:
                 for copy in group:
                     self.land(copy)
@@ -584,7 +584,7 @@ class Units:
         due: dict[int, tuple[WarpCopies, np.ndarray]] = {}
         for warp in self._warps(G, mask):
             groups = self.cp_groups.get(warp, [])
-            done = groups[: len(groups) - pending] if pending else groups
+            done = groups[: max(len(groups) - pending, 0)]
             for group in done:
                 for copies in group:
                     entry = due.setdefault(id(copies), (copies, np.zeros(len(copies.warps), bool)))

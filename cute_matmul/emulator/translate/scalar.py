@@ -87,9 +87,10 @@ class ScalarInstructions(Writer):
 
     def op_isspacep(self, ins: Instruction) -> None:
         value = self.value(ins.operands[1], "u64")
+        if ins.parts[1] in ("shared", "shared::cta"):
+            self.put(ins.operands[0], f"E.own_shared(G, {value})", "pred")
+            return
         windows = {
-            "shared": 1,
-            "shared::cta": 1,
             "shared::cluster": 1,
             "local": 2,
             "param": 3,
