@@ -138,8 +138,8 @@ class Recorder(timeline.Tracer):
             if at == 0:
                 self.expected[barrier] = number
 
-    def mbar_arrive(self, agents, src, cta, bar, count=1, expect_tx=0, release=True, arrive=True) -> None:
-        super().mbar_arrive(agents, src, cta, bar, count, expect_tx, release, arrive)
+    def mbar_arrive(self, agents, src, cta, bar, count=1, expect_tx=0, release=True, arrive=True, drop=False) -> None:
+        super().mbar_arrive(agents, src, cta, bar, count, expect_tx, release, arrive, drop)
         for agent, at, barrier, number, nbytes, arrives in self._rows(agents, cta, bar, count, expect_tx, arrive):
             if at == 0:
                 self.bytes[barrier] += nbytes

@@ -67,3 +67,9 @@ def test_the_same_seed_gives_the_same_run(row_sums_program):
 
     assert steps(5) == steps(5)
     assert len({steps(seed) for seed in range(4)}) > 1
+
+
+def test_bytes_of_a_multicast_count_at_every_destination():
+    source, target = broadcast_operands(2)
+    report = emulator.run(broadcast, source, target, 2, emulator.stream())
+    assert report.bytes["TMA load"] == 2 * source.numel() * source.element_size()
