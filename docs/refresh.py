@@ -318,8 +318,8 @@ def ladder_table(page: Path, pages: render.Pages) -> str:
     headers = ["rung", "adds", "configuration", "threads", "registers", "shared memory", "CTAs per SM"]
     text = _markdown([*headers, "first calls over cuBLAS", "sustained over cuBLAS"], rows)
     if found:
-        chosen = {c["contender"]: c["details"].get("config") for c in found[1]["checks"]}
-        other = [f"{n} with {chosen[n]}" for n in RUNGS if chosen.get(n, inspected(n).config) != inspected(n).config]
+        chosen = {name: tables.configuration(found[1], name, shape) for name in RUNGS}
+        other = [f"{n} with {config}" for n, config in chosen.items() if config not in (None, inspected(n).config)]
         text += f"\n\nMeasured in another configuration than the table's: {', '.join(other)}." if other else ""
         text += f"\n\n{pages.caption(page, *found)}"
     return text

@@ -296,15 +296,13 @@ def conditions(record: dict[str, Any]) -> str:
     if "dtype" in state:
         data = f" {state['data']}," if "data" in state else ""
         lines.append(f"{state['dtype']} in and out,{data} A {state['a_major']}-major, B {state['b_major']}-major.")
-    idle = [m["before"]["reached"] for m in record["measurements"] if "before" in m]
-    if idle:
-        rest = state["idle"]
+    before = [m["before"] for m in record["measurements"] if "before" in m]
+    if before:
+        rest, reached = state["idle"], sum(bool(b["reached"]) for b in before)
         at = ", ".join(f"{rest[k]:.0f} {unit}" for k, unit in _UNITS.items() if rest.get(k) is not None)
-        began = [m["before"].get("power_w") for m in record["measurements"] if "before" in m]
-        power = f"; it read up to {max(began):.0f} W before a burst" if began and None not in began else ""
-        lines.append(
-            f"{sum(map(bool, idle))} of {len(idle)} bursts began with the board at rest ({at or 'not read'}{power})."
-        )
+        began = [b.get("power_w") for b in before]
+        power = f"; it read up to {max(began):.0f} W before a burst" if None not in began else ""
+        lines.append(f"{reached} of {len(before)} bursts began with the board at rest ({at or 'not read'}{power}).")
     if record["quick"]:
         lines.append("A quick run.")
     if record["simulated"]:
@@ -353,6 +351,6 @@ def report(record: dict[str, Any]) -> str:
 def configuration(record: dict[str, Any], contender: str, shape: Shape) -> str | None:
     """The configuration that a contender ran with, None if it named none."""
     for check in record["checks"]:
-        if check["contender"] == contender and tuple(check["shape"]) == (shape.m, shape.n, shape.k):
+        if check["contender"] == contender and tuple(check["shape"]) == shape.mnk:
             return check["details"].get("config")
     return None

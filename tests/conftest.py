@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-CACHE_VARIABLE = "CUTE_MATMUL_CACHE"
+from cute_matmul.compile import CACHE_VARIABLE
 
 
 def pytest_configure(config: pytest.Config) -> None:

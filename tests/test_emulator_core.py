@@ -1001,8 +1001,9 @@ def test_lane_masks():
 
 def test_printf_conversions_of_integers():
     data = (0xFFFFFFFE).to_bytes(4, "little") * 4 + (2**64 - 3).to_bytes(8, "little") * 2
-    read = lambda offset, size: data[offset : offset + size]  # noqa: E731
-    text = printf.render("%d %u %x %5i|%llu %lld", read, lambda address: "")
+    text = printf.render(
+        "%d %u %x %5i|%llu %lld", lambda offset, size: data[offset : offset + size], lambda address: ""
+    )
     assert text == "-2 4294967294 fffffffe    -2|18446744073709551613 -3"
 
 

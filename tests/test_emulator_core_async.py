@@ -771,22 +771,23 @@ def test_cp_async_wait_all_waits_for_what_was_not_committed(schedule: str):
     assert out.tolist() == [0] * 7 + data[7:].tolist()  # lanes with the predicate ignore their source
 
 
-def test_arrive_drop_lowers_the_count_of_later_phases():
-    out = np.zeros(32, np.uint32)
-    body = (
-        INIT.format(count=2)
-        + """
+DROPPED = (
+    INIT.format(count=2)
+    + """
 	@%p0 bra FIRST;
 	mbarrier.arrive_drop.shared.b64 %d10, [%r1];
 	mbarrier.arrive.shared.b64 %d10, [%r1];
 FIRST:
 """
-        + wait("0", "W")
-        + "\t@%p0 bra SECOND;\n\tmbarrier.arrive.shared.b64 %d10, [%r1];\nSECOND:\n"
-        + wait("1", "V")
-        + store(0, "1")
-    )
-    report = run(body, {"out": out}, smem=BAR)
+    + wait("0", "W")
+    + "\t@%p0 bra SECOND;\n\tmbarrier.arrive.shared.b64 %d10, [%r1];\nSECOND:\n"
+    + wait("1", "V")
+)
+
+
+def test_arrive_drop_lowers_the_count_of_later_phases():
+    out = np.zeros(32, np.uint32)
+    report = run(DROPPED + store(0, "1"), {"out": out}, smem=BAR)
     assert report.ok, str(report)
     assert out.tolist() == [1] * 32
 
@@ -1140,19 +1141,7 @@ NEXT:
 
 
 def test_a_barrier_may_be_invalidated_after_arrive_drop():
-    body = (
-        INIT.format(count=2)
-        + """
-	@%p0 bra WAITING;
-	mbarrier.arrive_drop.shared.b64 %d10, [%r1];
-	mbarrier.arrive.shared.b64 %d10, [%r1];
-WAITING:
-"""
-        + wait("0", "W")
-        + "\t@%p0 bra ARRIVED;\n\tmbarrier.arrive.shared.b64 %d10, [%r1];\nARRIVED:\n"
-        + wait("1", "V")
-        + "\tbar.sync 0;\n\t@%p0 bra DONE;\n\tmbarrier.inval.shared.b64 [%r1];\nDONE:\n"
-    )
+    body = DROPPED + "\tbar.sync 0;\n\t@%p0 bra DONE;\n\tmbarrier.inval.shared.b64 [%r1];\nDONE:\n"
     report = run(body, {"out": np.zeros(1, np.uint32)}, smem=BAR)
     assert report.ok, str(report)
 

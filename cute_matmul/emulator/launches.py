@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .operands import Allocation
+from .ptx import parse
 
 # CUDA C programming guide, technical specifications of compute capability 9.0.
 MAX_SHARED_BYTES = 232_448  # per block, opt-in
@@ -84,7 +85,6 @@ class Launch:
 _ENTRY = re.compile(r"\.entry\s+([\w$.]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM_BYTES = re.compile(r"\.param\b[^\[\]]*?\.b8\s+[\w$.]+\s*\[\s*(\d+)\s*\]\s*$", re.S)
 _PARAM_SCALAR = re.compile(r"\.param\s+\.[a-z]+(\d+)\b", re.S)
-_STATIC_SHARED = re.compile(r"^\s*\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$.]+)\s*\[\s*(\d+)\s*\]", re.M)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,21 +121,13 @@ def kernel_signatures(ptx: str) -> dict[str, KernelSignature]:
     return result
 
 
-def _static_shared(ptx: str, kernel: str) -> int:
+def _static_shared(text: str, kernel: str) -> int:
     """Bytes of static shared memory of one kernel of a module: its own variables, and the module's that it names."""
-    total, outside, last = 0, [], 0
-    body = ""
-    for entry in _ENTRY.finditer(ptx):
-        end = ptx.find("\n}", entry.end())
-        outside.append(ptx[last : entry.end()])
-        last = end
-        if entry[1] == kernel:
-            body = ptx[entry.end() : end]
-            total += sum(int(size) for _, size in _STATIC_SHARED.findall(body))
-    for name, size in _STATIC_SHARED.findall("".join([*outside, ptx[last:]])):
-        if re.search(rf"(?<![\w$.]){re.escape(name)}(?![\w$.])", body):
-            total += int(size)
-    return total
+    module = parse(text)
+    entry = module.kernels[kernel]
+    words = set(re.findall(r"[\w$.]+", "\n".join(instruction.text for instruction in entry.instructions)))
+    named = (variable for name, variable in module.variables.items() if name in words)
+    return sum(v.nbytes for v in (*entry.variables.values(), *named) if v.space == "shared" and not v.extern)
 
 
 def _dims(directives: str, name: str) -> tuple[int, int, int] | None:
