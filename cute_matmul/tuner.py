@@ -29,23 +29,36 @@ from typing import Any, Protocol
 from . import registry
 from .config import TileConfig
 
-FORMAT = 1
+FORMAT = 2  # 1: what was remembered had been timed in rounds of 30 ms
 FILE = "tuned.json"
 
-STAGES = ((2, 0.34, 4), (4, 0.34, 3), (9, 0.0, 1))
-"""(rounds, fraction kept, least kept): each stage times what the one before kept, and the variant's DEFAULT."""
+
+@dataclass(frozen=True)
+class Stage:
+    """Times what the stage before kept, and the variant's DEFAULT, in turn.
+
+    rounds: how often each is timed. keep, least: the fraction and the number that go on. seconds: of calls that are
+    timed per configuration and round (three calls at least), after lead_s of calls that are not.
+    """
+
+    rounds: int
+    keep: float
+    least: int
+    seconds: float
+    lead_s: float = 0.0
+
+
+STAGES = (Stage(2, 0.34, 4, 0.03), Stage(4, 0.34, 3, 0.03), Stage(6, 0.0, 1, 0.4, lead_s=0.2))
+"""The last stage lets each meet the power limit alone. In short turns all run at one clock, which the limiter sets by
+their mean power: what needs more energy per FLOP than the others is flattered there (perf/NOTES.md, "Tuning")."""
 
 TIE_GAIN = 1.005
-TIE_WINS = 8
-"""DEFAULT is displaced by what beats it in at least TIE_WINS of the last stage's 9 rounds (by chance alone 1 time in
-50) and by more than TIE_GAIN in the median. Under the power limit, medians of a few calls differ by 1% on their own:
-without this a raster group that is 2% slower under steady load was once remembered as V6's best."""
+TIE_WINS = 6
+"""DEFAULT is displaced by what beats it in at least TIE_WINS of the last stage's 6 rounds (by chance alone 1 time in
+64) and by more than TIE_GAIN in the median: a tie leaves it in place."""
 
 WORTH_KEEPING = 1.10
 """Configurations slower than this many times the stage's best are not kept."""
-
-ROUND_S = 0.03
-"""Seconds of calls per configuration and round, at least three calls."""
 
 NEAR = 2.0
 """`best_config` takes a shape's neighbour for it while no extent differs by more than this factor."""
@@ -236,8 +249,8 @@ def compile_jobs(
 class Timer(Protocol):
     """Times one configuration on the operands of one target."""
 
-    def seconds(self, config: TileConfig) -> float:
-        """Seconds per call, over ROUND_S of calls."""
+    def seconds(self, config: TileConfig, stage: Stage) -> float:
+        """Seconds per call, over the stage's seconds of calls and after its lead."""
         ...
 
     def check(self, config: TileConfig) -> None:
@@ -278,11 +291,13 @@ class GpuTimer:
         t = self._target
         return compile_kernel(t.variant, config, t.dtype, t.a_major, t.b_major).function
 
-    def seconds(self, config: TileConfig) -> float:
-        kernel, sets = self._kernel(config), self._sets
-        kernel(*sets[0])
-        estimate = self._timed(kernel, 2)
-        return self._timed(kernel, max(3, min(1000, math.ceil(ROUND_S / max(estimate, 1e-6)))))
+    def seconds(self, config: TileConfig, stage: Stage) -> float:
+        kernel = self._kernel(config)
+        kernel(*self._sets[0])
+        estimate = max(self._timed(kernel, 2), 1e-6)
+        if stage.lead_s:
+            estimate = max(self._timed(kernel, math.ceil(stage.lead_s / estimate)), 1e-6)
+        return self._timed(kernel, max(3, math.ceil(stage.seconds / estimate)))
 
     def _timed(self, kernel: Any, calls: int) -> float:
         event = self._torch.cuda.Event
@@ -324,23 +339,23 @@ def tune(
     if state is None or sorted(state["space"]) != sorted(texts):
         state = {"space": texts, "stage": 0, "survivors": texts, "times": {}}
     while state["stage"] < len(STAGES):
-        rounds, fraction, least = STAGES[state["stage"]]
+        stage = STAGES[state["stage"]]
         survivors, times = state["survivors"], state["times"]
         done = min((len(times.get(text, ())) for text in survivors), default=0)
-        for number in range(done, rounds if len(survivors) > 1 else 1):
+        for number in range(done, stage.rounds if len(survivors) > 1 else 1):
             taken = {}
             # Shuffled: in a rotation each would always follow the same one, and find the board as that leaves it.
             for text in random.Random(number).sample(survivors, len(survivors)):
                 if step:
                     step(text)
-                taken[text] = timer.seconds(TileConfig.parse(text))
+                taken[text] = timer.seconds(TileConfig.parse(text), stage)
             for text, seconds in taken.items():
                 times.setdefault(text, []).append(seconds)
             with _changed() as everything:
                 everything["unfinished"][target.key] = state
         ranked = sorted(survivors, key=lambda text: statistics.median(times[text]))
         limit = WORTH_KEEPING * statistics.median(times[ranked[0]])
-        kept = ranked[: max(least, math.ceil(fraction * len(ranked)))]
+        kept = ranked[: max(stage.least, math.ceil(stage.keep * len(ranked)))]
         state["survivors"] = [text for text in kept if statistics.median(times[text]) <= limit or text == held]
         if held is not None and held not in state["survivors"]:
             state["survivors"].append(held)

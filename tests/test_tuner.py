@@ -28,7 +28,7 @@ class MadeUp:
         self.best, self.stop_after, self.wrong = best, stop_after, wrong
         self.asked, self.random = [], random.Random(1)
 
-    def seconds(self, config):
+    def seconds(self, config, stage):
         if self.stop_after is not None and len(self.asked) >= self.stop_after:
             raise KeyboardInterrupt
         self.asked.append(str(config))
@@ -54,14 +54,14 @@ def test_the_default_is_displaced_by_what_is_clearly_faster(default):
 
 def test_the_default_stands_where_the_difference_is_within_the_noise():
     class Noisy(MadeUp):
-        def seconds(self, config):
-            return super().seconds(self.best) * (1 + self.random.gauss(0, 0.02))
+        def seconds(self, config, stage):
+            return super().seconds(self.best, stage) * (1 + self.random.gauss(0, 0.02))
 
     for seed in range(10):
         timer = Noisy(SPACE[3])
         timer.random.seed(seed)
         times = tuner.tune(TARGET, SPACE, timer, default=SPACE[11])
-        assert len(times[str(SPACE[11])]) == tuner.STAGES[-1][0]
+        assert len(times[str(SPACE[11])]) == tuner.STAGES[-1].rounds
         assert tuner.best_config("v2", TARGET.mnk, gpu=TARGET.gpu) == SPACE[11]
 
 
@@ -73,8 +73,8 @@ def test_all_are_timed_in_turn_and_the_better_ones_more():
     second = timer.asked[len(SPACE) : 2 * len(SPACE)]
     assert sorted(second) == sorted(first) and second != first
     times = Counter(timer.asked)
-    assert times[str(SPACE[4])] == sum(rounds for rounds, _, _ in tuner.STAGES)
-    assert times[str(SPACE[-1])] == tuner.STAGES[0][0]
+    assert times[str(SPACE[4])] == sum(stage.rounds for stage in tuner.STAGES)
+    assert times[str(SPACE[-1])] == tuner.STAGES[0].rounds
 
 
 @pytest.mark.parametrize("stop", [0, 5, len(SPACE), len(SPACE) + 3, 2 * len(SPACE) + 7])
@@ -84,7 +84,7 @@ def test_a_stopped_run_goes_on_without_timing_whole_rounds_again(stop):
     whole = MadeUp(SPACE[9])
     tuner.tune(TARGET, SPACE, whole)
     kept = stop // len(SPACE) if stop < 2 * len(SPACE) else 2
-    assert Counter(whole.asked)[str(SPACE[0])] == tuner.STAGES[0][0] - kept
+    assert Counter(whole.asked)[str(SPACE[0])] == tuner.STAGES[0].rounds - kept
     assert tuner.best_config("v2", TARGET.mnk, gpu=TARGET.gpu) == SPACE[9]
     assert json.loads(tuner.memory_path().read_text())["unfinished"] == {}
 
@@ -95,6 +95,20 @@ def test_what_was_timed_of_another_space_is_not_used():
     other = MadeUp(SPACE[1])
     tuner.tune(TARGET, SPACE[:5], other)
     assert set(other.asked[:5]) == set(map(str, SPACE[:5]))
+
+
+def test_what_is_only_faster_at_a_clock_it_shares_does_not_displace_the_default():
+    """As under a power limit: in short turns all run at one clock, in a block of its own each at what it can keep."""
+    power_hungry, default = SPACE[3], SPACE[8]
+
+    class PowerLimited(MadeUp):
+        def seconds(self, config, stage):
+            seconds = super().seconds(config, stage)
+            alone = stage.lead_s >= 0.2 and stage.seconds >= 0.2
+            return seconds * 1.10 if alone and config == power_hungry else seconds
+
+    tuner.tune(TARGET, SPACE, PowerLimited(power_hungry), default=default)
+    assert tuner.best_config("v2", TARGET.mnk, gpu=TARGET.gpu) != power_hungry
 
 
 def test_a_winner_that_is_wrong_is_not_remembered():
