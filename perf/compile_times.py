@@ -94,6 +94,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
         versions=versions(),
         conditions={"dtype": options.dtype, "a_major": "k", "b_major": "k"},
         quick=options.quick,
+        partial=bool(options.variants or options.shape),
     )
     path = results.new_path(options.results, started, "cpu", "compile", options.dtype)
     for name in variants:

@@ -82,6 +82,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
         shapes=shapes,
         contenders=[{"name": n, "label": t, "kind": "host", "accumulate": "fp32"} for n, t in labels.items()],
         quick=options.quick,
+        partial=bool(options.variants or options.shape),
     )
     path = results.new_path(options.results, started, device.name, "host", layout.dtype)
     for shape in shapes:

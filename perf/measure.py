@@ -104,6 +104,7 @@ class Run:
         self.contenders, self.layout = list(contenders), layout
         self.record, self._write, self.progress = record, save, progress or Quiet()
         self.started = self._saved = device.now()
+        self._seconds_before = record.get("seconds") or 0.0
         self._prepared: dict[tuple, Prepared] = {}
         self._probe: Any = None
         drop_cut_rounds(record)
@@ -113,6 +114,10 @@ class Run:
         if self.device.now() - self._saved >= SAVE_EVERY_S:
             self._write()
             self._saved = self.device.now()
+
+    def save_time(self) -> None:
+        """Seconds that the run has taken, those before it was stopped included."""
+        self.record["seconds"] = round(self._seconds_before + self.device.now() - self.started, 1)
 
     # What the record holds
 
@@ -242,6 +247,7 @@ class Run:
                 if key not in self._prepared:
                     self._prepared[key] = contender.prepare(shape, self.layout, operands[0], seconds)
                 prepared = self._prepared[key]
+                self._as_before_the_stop(contender, shape, prepared)
                 if (contender.name, *shape.mnk) not in checked:
                     distance = self.device.check(prepared.launch, operands[0], contender.accumulate)
                     self.record["checks"].append(
@@ -267,6 +273,12 @@ class Run:
             except Exception as error:
                 self._failed(contender, shape, error)
         return ready
+
+    def _as_before_the_stop(self, contender: Contender, shape: Shape, prepared: Prepared) -> None:
+        """A resumed run must not add another configuration's times to those it has. Raises RuntimeError."""
+        before, now = tables.configuration(self.record, contender.name, shape), prepared.details.get("config")
+        if before is not None and before != now:
+            raise RuntimeError(f"was measured with {before} before the run was stopped, and now it would be {now}")
 
     def _failed(self, contender: Contender, shape: Shape, error: Exception) -> None:
         """Whatever one contender cannot do or does wrong, the others are still measured."""

@@ -49,9 +49,13 @@ def best_of(
 
 @dataclass
 class VariantContender:
-    """A rung of the ladder, with its tuned configuration, its DEFAULT, or one that was asked for."""
+    """A rung of the ladder, with its tuned configuration, its DEFAULT, or one that was asked for.
+
+    name: as the result has it; the rung's own, with the configuration where a run compares several of one rung.
+    """
 
     name: str
+    variant: str
     config: str | None = None
     gpu: str = ""
     kind: str = "variant"
@@ -59,14 +63,14 @@ class VariantContender:
     def __post_init__(self) -> None:
         from cute_matmul import registry
 
-        variant = registry.get(self.name)
+        variant = registry.get(self.variant)
         self.label = variant.title
         self.accumulate = {"float32": "fp32", "float16": "fp16"}[variant.accumulator]
 
     def takes(self, dtype: str) -> bool:
         from cute_matmul import registry
 
-        return dtype in registry.get(self.name).dtypes
+        return dtype in registry.get(self.variant).dtypes
 
     def choose(self, shape: Shape, layout: Layout) -> tuple[Any, str]:
         """The configuration for a shape, and where it comes from: "given", "tuned" or "default"."""
@@ -76,11 +80,11 @@ class VariantContender:
         if self.config is not None:
             return TileConfig.parse(self.config), "given"
         tuned = tuner.best_config(
-            self.name, shape.mnk, layout.dtype, layout.a_major, layout.b_major, gpu=self.gpu, exact=True
+            self.variant, shape.mnk, layout.dtype, layout.a_major, layout.b_major, gpu=self.gpu, exact=True
         )
         if tuned is not None:
             return tuned, "tuned"
-        return registry.get(self.name).load().DEFAULT, "default"
+        return registry.get(self.variant).load().DEFAULT, "default"
 
     def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
         from cute_matmul.compile import compile_kernel
@@ -89,7 +93,7 @@ class VariantContender:
             raise Skip(f"does not take {layout.dtype}")
         config, source = self.choose(shape, layout)
         try:
-            kernel = compile_kernel(self.name, config, layout.dtype, layout.a_major, layout.b_major)
+            kernel = compile_kernel(self.variant, config, layout.dtype, layout.a_major, layout.b_major)
         except ValueError as error:
             raise Skip(str(error)) from error
         details = {"config": str(config), "config_from": source, "ptx": kernel.fingerprint}
@@ -251,14 +255,29 @@ PEERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def build(variants: Sequence[str], peers: Sequence[str], configs: dict[str, str], gpu: str) -> list[Any]:
-    """Contenders: variants in the order given, then peers. Raises ValueError for an unknown peer or variant."""
+def named(variants: Sequence[str], configs: Sequence[tuple[str, str]]) -> list[tuple[str, str, str | None]]:
+    """(name, variant, configuration asked for or None) of every contender that is a variant; see `build`."""
+    found: list[tuple[str, str, str | None]] = []
+    for variant in variants:
+        asked = list(dict.fromkeys(config for name, config in configs if name == variant))
+        if len(asked) > 1:
+            found += [(f"{variant} {config}", variant, config) for config in asked]
+        else:
+            found.append((variant, variant, asked[0] if asked else None))
+    return found
+
+
+def build(variants: Sequence[str], peers: Sequence[str], configs: Sequence[tuple[str, str]], gpu: str) -> list[Any]:
+    """Contenders: variants in the order given, then peers. Raises ValueError for an unknown peer or variant.
+
+    configs: (variant, configuration); a variant with several takes part once with each.
+    """
     unknown = [name for name in peers if name not in PEERS]
     if unknown:
         raise ValueError(f"peers must be of {', '.join(PEERS)}; got {', '.join(unknown)}")
     # NOTE: variants first. Importing quack changes the DSL's tensor classes for the whole process, so nothing of
     # ours may be traced after it.
     return [
-        *(VariantContender(name, configs.get(name), gpu) for name in variants),
+        *(VariantContender(name, variant, config, gpu) for name, variant, config in named(variants, configs)),
         *(PEERS[name]() for name in peers),
     ]

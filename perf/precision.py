@@ -67,6 +67,7 @@ def run(variants: Sequence[str], options: argparse.Namespace, command: Sequence[
         conditions={**asdict(layout), "data": "standard normal"},
         shapes=shapes,
         quick=options.quick,
+        partial=bool(options.variants or options.shape),
     )
     record["measurements"] = measurements
     results.end(record)

@@ -49,7 +49,8 @@ class Pages:
     def newest(self, suite: str, dtype: str = "float16") -> tuple[Path, dict[str, Any]] | None:
         """The newest whole result of a suite on its own shapes, a full one before a quick one."""
         found = [(p, r) for p, r in self.records if r["suite"] == suite and r["conditions"].get("dtype") == dtype]
-        if suite in SUITES:  # not one that was asked for with --shape
+        found = [(p, r) for p, r in found if not r.get("partial")]  # as --shape, --variants and --config make them
+        if suite in SUITES:
             own = [list(shape.mnk) for shape in SUITES[suite].shapes]
             found = [(p, r) for p, r in found if [s["mnk"] for s in r["shapes"]] == own]
         full = [(p, r) for p, r in found if not r["quick"]]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "perf" / "results"
 
 IDENTITY = ("suite", "dtype", "a_major", "b_major", "quick", "simulated")
-"""What must agree for a run to be a continuation of another; besides, commit, GPU, shapes and contenders."""
+"""What must agree for a run to be a continuation of another; besides, commit, board, shapes and contenders."""
 
 
 def begin(
@@ -32,14 +32,20 @@ def begin(
     contenders: Sequence[dict[str, Any]] = (),
     quick: bool = False,
     simulated: bool = False,
+    partial: bool = False,
 ) -> dict[str, Any]:
-    """A result with everything but what is measured. shapes: `suites.Shape`s."""
+    """A result with everything but what is measured.
+
+    shapes: `suites.Shape`s. partial: of other contenders, configurations or shapes than the suite's own; no page's
+    table of the suite is made from it.
+    """
     return {
         "format": FORMAT,
         "suite": suite,
         "complete": False,
         "simulated": simulated,
         "quick": quick,
+        "partial": partial,
         "started": started.isoformat(timespec="seconds"),
         "finished": None,
         "command": " ".join(command),
@@ -104,18 +110,6 @@ def all_results(folder: Path = FOLDER) -> list[tuple[Path, dict[str, Any]]]:
     return sorted(found, key=lambda item: (item[1]["started"], item[0].name))
 
 
-def latest(
-    records: Iterable[tuple[Path, dict[str, Any]]], suite: str, dtype: str | None = None
-) -> tuple[Path, dict[str, Any]] | None:
-    """The newest complete, measured (not simulated) result of a suite."""
-    chosen = None
-    for path, record in records:
-        fits = record["suite"] == suite and (dtype is None or record["conditions"].get("dtype") == dtype)
-        if fits and record["complete"] and not record["simulated"]:
-            chosen = (path, record)
-    return chosen
-
-
 def short_gpu(name: str) -> str:
     """ "NVIDIA H200" -> "h200"; what a file name can hold."""
     text = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia").strip()).strip("-")
@@ -164,8 +158,9 @@ def identity(record: dict[str, Any]) -> dict[str, Any]:
         **found,
         "commit": record["commit"],
         "gpu": record["machine"].get("gpu"),
+        "board": record["machine"].get("board"),
         "shapes": [s["mnk"] for s in record["shapes"]],
-        "contenders": [c["name"] for c in record["contenders"]],
+        "contenders": [(c["name"], c.get("asked")) for c in record["contenders"]],
     }
 
 

@@ -34,7 +34,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--b-major", default="k", choices=("k", "n"), help="unit stride of B (default k)")
     top.add_argument("--shape", action="append", metavar="MxNxK", help="instead of the suite's; may be repeated")
     top.add_argument(
-        "--config", action="append", default=[], metavar="vN=TILE", help="such as v2=128x128x64,stages=3; repeatable"
+        "--config",
+        action="append",
+        default=[],
+        metavar="vN=TILE",
+        help="such as v2=128x128x64,stages=3; may be repeated, also for one variant, to compare its configurations",
     )
     top.add_argument("--quick", action="store_true", help="fewer rounds (for tables, run it without)")
     top.add_argument("--budget", type=float, metavar="S", help="seconds after which no more rounds are begun")
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = ["perf/run.py", *(sys.argv[1:] if arguments is None else arguments)]
     try:
         options.dtype = _dtype(options.dtype)
-        configs = dict(_config(text) for text in options.config)
+        configs = [_config(text) for text in options.config]
         if options.simulate and options.results == results.FOLDER:
             raise ValueError("--simulate must be given another folder with --results")
         if options.suite == "compile":
@@ -76,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[str]) -> int:
+def _suite(options: argparse.Namespace, configs: list[tuple[str, str]], command: list[str]) -> int:
     suite = suites.SUITES[options.suite]
     effort = suite.quick if options.quick else suite.effort
     if options.budget is not None:
@@ -86,13 +90,18 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
     layout = Layout(options.dtype, options.a_major, options.b_major)
     variants = _variants(options.variants or ",".join(suite.variants))
     peers = _peers(options.peers or ",".join(suite.peers))
+    beside = sorted({name for name, _ in configs} - set(variants))
+    if beside:
+        raise ValueError(
+            f"config must be of variants that are measured ({', '.join(variants)}), got {', '.join(beside)}"
+        )
     contenders: list[Any]
     device: Any
     if options.simulate:
         from perf import simulation
 
         device = simulation.SimulatedDevice()
-        contenders = simulation.contenders(device, variants, peers)
+        contenders = simulation.contenders(device, variants, peers, configs)
     else:
         from perf import peers as adapters
 
@@ -114,8 +123,18 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
             "effort": asdict(effort),
         },
         shapes=suite.shapes,
-        contenders=[{"name": c.name, "label": c.label, "kind": c.kind, "accumulate": c.accumulate} for c in contenders],
+        contenders=[
+            {
+                "name": c.name,
+                "label": c.label,
+                "kind": c.kind,
+                "accumulate": c.accumulate,
+                "asked": getattr(c, "config", None),
+            }
+            for c in contenders
+        ],
         quick=options.quick,
+        partial=bool(options.variants or options.shape or configs) or not set(suite.peers) <= set(peers),
         simulated=device.simulated,
     )
     path = None
@@ -139,6 +158,7 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
             with _terminated_like_interrupted():
                 run.measure()
         except KeyboardInterrupt:
+            run.save_time()
             save()
             bar.close()
             print(f"\nstopped; {len(record['measurements'])} measurements kept in {path}\nthe same command goes on")
@@ -147,7 +167,7 @@ def _suite(options: argparse.Namespace, configs: dict[str, str], command: list[s
             save()
             raise
     results.end(record)
-    record["seconds"] = round(device.now() - run.started, 1)
+    run.save_time()
     save()
     from perf import tables
 
@@ -181,7 +201,7 @@ def _compile(contenders: Sequence[Any], suite: suites.Suite, layout: Layout) -> 
         if contender.kind == "variant" and contender.takes(layout.dtype):
             wanted = {str(contender.choose(shape, layout)[0]) for shape in suite.shapes}
             majors = (layout.a_major, layout.b_major)
-            jobs += [tuner.Job(contender.name, text, layout.dtype, *majors) for text in sorted(wanted)]
+            jobs += [tuner.Job(contender.variant, text, layout.dtype, *majors) for text in sorted(wanted)]
     for job, error in tuner.compile_jobs(jobs).items():
         if error:
             print(f"{job}: does not compile: {error}", file=sys.stderr)
@@ -199,7 +219,9 @@ def _config(text: str) -> tuple[str, str]:
     name, equals, config = text.partition("=")
     if not equals or not config:
         raise ValueError(f"config must look like v2=128x128x64,stages=3, got {text!r}")
-    return name, config
+    from cute_matmul.config import TileConfig
+
+    return name, str(TileConfig.parse(config))
 
 
 def _variants(text: str) -> list[str]:

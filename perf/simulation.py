@@ -19,6 +19,7 @@ from typing import Any
 
 from perf.device import Launch, Layout, Mismatch, Operands
 from perf.measure import Prepared, Skip
+from perf.peers import named
 from perf.power import Reading
 from perf.suites import Shape
 
@@ -189,13 +190,14 @@ class SimulatedContender:
     device: SimulatedDevice
     kind: str = "variant"
     accumulate: str = "fp32"
+    config: str | None = None
     skip: str | None = None
     wrong: bool = False
 
     def prepare(self, shape: Shape, layout: Layout, operands: Operands, seconds: Callable[[Launch], float]) -> Prepared:
         if self.skip:
             raise Skip(self.skip)
-        return Prepared(partial(self._call, shape, wrong=self.wrong), {"config": "simulated"})
+        return Prepared(partial(self._call, shape, wrong=self.wrong), {"config": self.config or "simulated"})
 
     def _call(self, shape: Shape, a: Any, b: Any, out: Any, *, wrong: bool = False) -> None:
         board = self.device.board
@@ -218,12 +220,14 @@ _LADDER = {
 }
 
 
-def contenders(device: SimulatedDevice, names: Sequence[str], peers: Sequence[str]) -> list[SimulatedContender]:
-    """Contenders of those names, with made-up speeds."""
+def contenders(
+    device: SimulatedDevice, variants: Sequence[str], peers: Sequence[str], configs: Sequence[tuple[str, str]] = ()
+) -> list[SimulatedContender]:
+    """Contenders as `peers.build` makes them, with made-up speeds."""
     found = []
-    for name in (*names, *peers):
-        speed, watts = _LADDER.get(name, (500e12, 700.0))
-        accumulate = "fp16" if name == "v6" else "fp32"
-        kind = "peer" if name in peers else "variant"
-        found.append(SimulatedContender(name, name, speed, watts, device, kind, accumulate))
+    for name, variant, config in [*named(variants, configs), *((peer, peer, None) for peer in peers)]:
+        speed, watts = _LADDER.get(variant, (500e12, 700.0))
+        accumulate = "fp16" if variant == "v6" else "fp32"
+        kind = "peer" if variant in peers else "variant"
+        found.append(SimulatedContender(name, variant, speed, watts, device, kind, accumulate, config))
     return found

@@ -27,8 +27,6 @@ BURST_S = 0.02
 """A burst's figure is taken from its calls that end so soon. In most bursts on an H200 the power limiter stepped in, 22
 to 47 ms after the load began, and made calls 2 to 11% longer; a median across that step is one of neither state."""
 
-LEAST_SAMPLES = 3
-
 TENSOR_FLOP_PER_SM_CLOCK = 4096
 """Dense fp16 or bf16 multiplications and additions of one Hopper SM per clock: 989.4 TFLOP/s over 132 SMs at
 1830 MHz (NVIDIA H100 datasheet, SXM)."""
@@ -62,10 +60,10 @@ def median(values: Sequence[float]) -> float:
 def before_the_limiter(samples: Sequence[float]) -> list[float]:
     """Of a burst's samples (seconds, in order, without a pause) those that end within BURST_S, but the first.
 
-    The first finds the code cold. LEAST_SAMPLES are taken however long they are.
+    The first finds the code cold. Of calls so long that none other ends in time, the second.
     """
     early = sum(end <= BURST_S for end in itertools.accumulate(samples))
-    return list(samples[1 : max(early, 1 + LEAST_SAMPLES)]) or list(samples)
+    return list(samples[1 : max(early, 2)]) or list(samples)
 
 
 def spread(values: Sequence[float]) -> float:

@@ -36,7 +36,7 @@ Hand-written.
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    assert run.main(["--simulate", "--quick", "--results", str(folder), "--variants", "v1,v6"]) == run.OK
+    assert run.main(["--simulate", "--quick", "--results", str(folder)]) == run.OK
     return folder
 
 
@@ -50,6 +50,18 @@ def root(simulated, tmp_path):
 
 def rendered(root, *more):
     return render.main(["--simulated", "--root", str(root), "--results", str(root / "perf" / "results"), *more])
+
+
+@pytest.mark.parametrize(
+    "part", [["--variants", "v1"], ["--peers", "none"], ["--config", "v1=64x128x64"], ["--shape", "1024"]]
+)
+def test_a_run_of_a_part_of_the_suite_takes_no_place_of_the_whole(part, root):
+    folder = root / "perf" / "results"
+    assert run.main(["--simulate", "--quick", "--results", str(folder), *part]) == run.OK
+    pages = render.Pages(root, results.all_results(folder), simulated=True)
+    assert len(pages.records) == 2
+    _, record = pages.newest("ladder")
+    assert not record["partial"] and "--variants" not in record["command"] and part[0] not in record["command"]
 
 
 def test_pages_and_plots_are_filled_and_then_fresh(root):

@@ -23,6 +23,7 @@ from perf import (
     measure,
     peers,
     profile,
+    render,
     results,
     run,
     simulation,
@@ -326,7 +327,9 @@ def test_a_result_says_everything_about_itself(tmp_path):
     assert {"gpu", "driver", "sm_count", "l2_bytes"} <= set(record["machine"])
     assert record["conditions"]["idle"]["clock_mhz"] == simulation.IDLE_MHZ
     assert results.load(path) == record
-    assert results.latest([(path, record)], "ladder") is None, "a simulated result is never taken for a measured one"
+    assert render.Pages(tmp_path, [(path, record)]).newest("ladder") is None, (
+        "a simulated result is never taken for a measured one"
+    )
 
 
 def test_simulated_results_stay_out_of_the_projects_folder(capsys):
@@ -343,11 +346,94 @@ def test_simulated_results_stay_out_of_the_projects_folder(capsys):
         (["--peers", "mkl"], "peers must be of cublas"),
         (["--variants", "v99"], "variant must be one of"),
         (["--config", "v2"], "config must look like"),
+        (["--config", "v2=64"], "config must look like"),
+        (["--variants", "v3", "--config", "v2=64x128x64"], "config must be of variants that are measured (v3), got v2"),
     ],
 )
 def test_bad_arguments_are_named(arguments, said, tmp_path, capsys):
     assert run.main(["--simulate", "--results", str(tmp_path), *arguments]) == run.USAGE
     assert said in capsys.readouterr().err
+
+
+TWO = ["--config", "v3=128x128x64,stages=2", "--config", "v3=128x128x64,stages=3"]
+
+
+def test_configurations_of_one_variant_are_compared_in_one_run(tmp_path):
+    arguments = ["--simulate", "--quick", "--results", str(tmp_path), "--variants", "v3,v1", "--peers", "cublas", *TWO]
+    assert run.main(arguments) == run.OK
+    record = results.load(next(tmp_path.glob("*.json")))
+    names = ["v3 128x128x64,stages=2", "v3 128x128x64,stages=3", "v1", "cublas"]
+    assert [c["name"] for c in record["contenders"]] == names
+    assert [c["asked"] for c in record["contenders"]] == ["128x128x64,stages=2", "128x128x64,stages=3", None, None]
+    checked = {c["contender"]: c["details"]["config"] for c in record["checks"]}
+    assert checked[names[1]] == "128x128x64,stages=3"
+    assert set(tables.figures(record, "burst", suites.LADDER_SHAPE)) == set(names)
+
+
+def test_real_contenders_of_one_variant_have_its_rung_and_their_configuration():
+    asked = [("v3", "128x128x64,stages=2"), ("v3", "128x128x64,stages=3"), ("v1", "64x128x64")]
+    found = peers.build(["v3", "v1", "v0"], [], asked, "NVIDIA H200")
+    assert [(c.name, c.variant, c.config) for c in found] == [
+        ("v3 128x128x64,stages=2", "v3", "128x128x64,stages=2"),
+        ("v3 128x128x64,stages=3", "v3", "128x128x64,stages=3"),
+        ("v1", "v1", "64x128x64"),
+        ("v0", "v0", None),
+    ]
+    for contender, config in zip(found[:3], [c for _, c in asked], strict=True):
+        assert str(contender.choose(suites.LADDER_SHAPE, Layout())[0]) == config
+
+
+MADE_UP = simulation.SimulatedDevice
+
+
+def stopped(monkeypatch, after):
+    """The next simulated device, which is interrupted at that call of `elapsed` (None: never)."""
+    device = MADE_UP(interrupt_after=after)
+    monkeypatch.setattr(simulation, "SimulatedDevice", lambda: device)
+    return device
+
+
+@pytest.mark.parametrize("change", ["config", "board"])
+def test_a_stopped_run_goes_on_only_with_what_it_was_begun_with(change, tmp_path, monkeypatch):
+    arguments = ["--simulate", "--quick", "--results", str(tmp_path), "--variants", "v3", "--peers", "cublas"]
+    stopped(monkeypatch, after=12)
+    assert run.main([*arguments, "--config", "v3=128x128x64,stages=2"]) == run.INTERRUPTED
+    device = stopped(monkeypatch, after=None)
+    other = {**device.describe(), "board": "another"}
+    if change == "board":
+        monkeypatch.setattr(device, "describe", lambda: other, raising=False)
+    stages = 3 if change == "config" else 2
+    assert run.main([*arguments, "--config", f"v3=128x128x64,stages={stages}"]) == run.OK
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_the_time_of_a_run_counts_what_was_before_it_was_stopped(tmp_path, monkeypatch):
+    arguments = ["--simulate", "--quick", "--results", str(tmp_path), "--variants", "v3", "--peers", "cublas"]
+    stopped(monkeypatch, after=12)
+    assert run.main(arguments) == run.INTERRUPTED
+    (path,) = tmp_path.glob("*.json")
+    before = results.load(path)["seconds"]
+    stopped(monkeypatch, after=None)
+    assert run.main(arguments) == run.OK
+    assert before > 1 and results.load(path)["seconds"] > before + 1
+
+
+def test_a_variant_tuned_anew_while_its_run_was_stopped_is_not_mixed(tmp_path, monkeypatch):
+    arguments = ["--simulate", "--quick", "--results", str(tmp_path), "--variants", "v3", "--peers", "cublas"]
+    stopped(monkeypatch, after=12)
+    assert run.main(arguments) == run.INTERRUPTED
+    stopped(monkeypatch, after=None)
+    made = simulation.SimulatedContender.prepare
+
+    def tuned(contender, *arguments):
+        prepared = made(contender, *arguments)
+        return replace(prepared, details={"config": "tuned meanwhile"}) if contender.name == "v3" else prepared
+
+    monkeypatch.setattr(simulation.SimulatedContender, "prepare", tuned)
+    assert run.main(arguments) == run.FAILED
+    (path,) = tmp_path.glob("*.json")
+    (failure,) = results.load(path)["failed"]
+    assert failure["contender"] == "v3" and "before the run was stopped" in failure["reason"]
 
 
 @pytest.mark.parametrize("how", ["terminate", "crash"])

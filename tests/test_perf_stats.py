@@ -174,7 +174,8 @@ def test_a_burst_is_its_calls_before_the_limiter_without_the_first():
     fast, slow = [0.0015] * 12, [0.0017] * 18
     assert stats.before_the_limiter([0.0020, *fast[:8], *slow]) == [*fast[:8], *slow[:3]]  # 0.0191 s after its begin
     assert stats.before_the_limiter([0.0021, *fast, *slow]) == fast[:11]
-    assert stats.before_the_limiter([0.030, 0.020, 0.021, 0.022, 0.040]) == [0.020, 0.021, 0.022]
+    assert stats.before_the_limiter([0.030, 0.020, 0.021, 0.022, 0.040]) == [0.020]
+    assert stats.before_the_limiter([0.011, 0.0111, 0.0113, 0.0124]) == [0.0111]  # the third call meets the limiter
     assert stats.before_the_limiter([0.5]) == [0.5]
 
 
