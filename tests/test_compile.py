@@ -149,6 +149,10 @@ def test_the_fingerprint_is_of_the_code_and_not_of_where_its_source_stands():
     moved = re.sub(r"(\.loc\s+\d+) \d+", r"\1 4321", kernel.ptx).replace(str(REPOSITORY), "/elsewhere")
     assert moved != kernel.ptx and replace(kernel, ptx=moved).fingerprint == kernel.fingerprint
     assert re.fullmatch(r"[0-9a-f]{16}", kernel.fingerprint)
+    other_wheel = re.sub(r"^\.version .*$", ".version 99.9", kernel.ptx, flags=re.MULTILINE).replace(
+        "// Cuda", "// cuda"
+    )
+    assert other_wheel != kernel.ptx and replace(kernel, ptx=other_wheel).fingerprint == kernel.fingerprint
     changed = kernel.ptx.replace("st.global.b16", "st.global.u16", 1)
     assert changed != kernel.ptx and replace(kernel, ptx=changed).fingerprint != kernel.fingerprint
 
