@@ -54,20 +54,6 @@ def sets_needed(shape: Shape, l2_bytes: int, element_bytes: int = 2) -> int:
     return min(MAX_SETS, max(2, -(-L2_FACTOR * l2_bytes // max(1, shape.input_bytes(element_bytes)))))
 
 
-class ClockProbe:
-    """A step that reads the SM clock of the moment; `mhz` tells what it read once it has run."""
-
-    def __init__(self, function: Callable[[Any], None], out: Any) -> None:
-        self._function, self._out = function, out  # out (2,): cycles and nanoseconds
-
-    def __call__(self) -> None:
-        self._function(self._out)
-
-    def mhz(self) -> float | None:
-        cycles, nanoseconds = self._out.tolist()
-        return round(1e3 * cycles / nanoseconds, 1) if nanoseconds > 0 else None
-
-
 class CudaDevice:
     """The current CUDA device. Raises NoGpu where there is none of compute capability 9.0."""
 
@@ -77,7 +63,6 @@ class CudaDevice:
         import torch
 
         self._torch = torch
-        self._clock_probe: ClockProbe | None = None
         if not torch.cuda.is_available():
             raise NoGpu("no CUDA GPU is visible to torch; perf/run.py measures on a Hopper GPU (H100, H200)")
         self._properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -183,17 +168,6 @@ class CudaDevice:
         with torch.cuda.graph(graph):
             step()
         return graph.replay
-
-    def clock_probe(self) -> ClockProbe:
-        """A step that reads the SM clock from inside a kernel, compiled and run once."""
-        if self._clock_probe is None:
-            from perf import clock_kernel
-
-            out = self._torch.zeros(2, dtype=self._torch.int64, device="cuda")
-            self._clock_probe = ClockProbe(clock_kernel.compile_clock(), out)
-            self._clock_probe()
-            self.synchronize()
-        return self._clock_probe
 
     def read_ceiling(self, nbytes: int, sets: int) -> dict[str, Any]:
         """Bytes per second of only reading `nbytes` from memory, in as many places as operands are rotated over."""

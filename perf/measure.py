@@ -106,7 +106,6 @@ class Run:
         self.started = self._saved = device.now()
         self._seconds_before = record.get("seconds") or 0.0
         self._prepared: dict[tuple, Prepared] = {}
-        self._probe: Any = None
         drop_cut_rounds(record)
 
     def save(self) -> None:
@@ -149,7 +148,6 @@ class Run:
         idle = Idle(**self.record["conditions"]["idle"])
         if self.suite.memory_bound:
             self._ceilings()
-        self._start_probe()
         waits = Waits(self.effort.idle_cap_s, self.effort.idle_total_s, self.effort.rest_s)
         wanted = (("burst", self.effort.burst_rounds), ("sustained", self.effort.sustained_rounds))
         phases = [(phase, rounds) for phase, rounds in wanted if rounds]
@@ -161,15 +159,6 @@ class Run:
                 until = self.device.now() + max(0.0, deadline - self.device.now()) / left
                 if self._rounds_done(phase, shape) < min(rounds, LEAST_ROUNDS) or self._left() > 0:
                     self._phase(phase, shape, rounds, until, idle, waits)
-
-    def _start_probe(self) -> None:
-        """What reads the clock within a burst. A figure beside the times: where it fails, the times are still taken."""
-        try:
-            self._probe = self.device.clock_probe()
-            self.record["conditions"]["burst_clock"] = "counted in a kernel"
-        except Exception as error:
-            self.record["conditions"]["burst_clock"] = f"not read: {type(error).__name__}: {error}".splitlines()[0]
-            self.progress.note(f"SM clock of bursts {self.record['conditions']['burst_clock']}")
 
     def _ceilings(self) -> None:
         """Read bandwidth over as many bytes as each shape's A and B have, rotated like them."""
@@ -318,20 +307,12 @@ class Run:
         return _Ready([replay], count, "graph", stats.median(replays[1:]) / count)
 
     def _burst(self, ready: _Ready, idle: Idle, waits: Waits) -> dict[str, Any]:
-        steps = ready.take(self.effort.burst_calls)
-        # The clock is read once, behind the calls that the figure is taken from.
-        at = min(len(steps), 1 + math.ceil(stats.BURST_S / (ready.estimate_s * ready.calls)))
-        if self._probe is not None:
-            steps.insert(at, self._probe)
         before = wait_idle(self.device.sensors, idle, waits, self.device.now, self.device.sleep)
         with self.device.sensors.recorded() as readings:
             begin = self.device.now()
-            samples = self.device.elapsed(steps)
+            samples = self.device.elapsed(ready.take(self.effort.burst_calls))
             end = self.device.now()
         board = summary(readings, begin, end, clock=statistics.median)
-        if self._probe is not None:
-            del samples[at]
-            board["sm_clock_mhz"] = self._probe.mhz()
         return {"before": before, "samples_s": _short(samples), "board": board}
 
     def _chunk(self, ready: _Ready) -> int:

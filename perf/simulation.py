@@ -87,21 +87,6 @@ class Board:
 
 
 @dataclass
-class SimulatedProbe:
-    """Reads the board's clock when it runs."""
-
-    board: Board
-    read_mhz: float | None = None
-
-    def __call__(self) -> None:
-        self.read_mhz = self.board.clock
-        self.board.pass_time(4e-5, self.board.power)
-
-    def mhz(self) -> float | None:
-        return round(self.read_mhz, 1)
-
-
-@dataclass
 class SimulatedDevice:
     """What CudaDevice offers, on a Board. interrupt_after: raise KeyboardInterrupt at that call of `elapsed`."""
 
@@ -169,9 +154,6 @@ class SimulatedDevice:
             board.pass_time(seconds * math.exp(board.random.gauss(0, board.noise)), joules / seconds)
 
         return replay
-
-    def clock_probe(self) -> SimulatedProbe:
-        return SimulatedProbe(self.board)
 
     def read_ceiling(self, nbytes: int, sets: int) -> dict[str, Any]:
         seconds = nbytes / 4.5e12

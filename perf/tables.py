@@ -22,8 +22,8 @@ class Figures:
     """One contender on one shape in one phase, over its rounds.
 
     seconds: per call, the median over rounds. spread: (largest - smallest) / median of the rounds. ratio: over the
-    baseline. clock_mhz, power_w: means of the board. peak: fraction of the tensor cores' peak at that clock; of a
-    burst only where its clock was counted in a kernel (the board's sensor does not follow so soon).
+    baseline. clock_mhz, power_w: means of the board. peak: fraction of the tensor cores' peak at that clock, under
+    sustained load only (the sensor does not follow the clock within a burst).
     energy: of one FLOP. idle_reached: bursts that began with the board at rest, and how many there were.
     """
 
@@ -86,10 +86,7 @@ def _figures(
     ratio: Ratio | None,
 ) -> Figures:
     seconds = stats.median(rounds)
-    counted = [e["board"].get("sm_clock_mhz") for e in entries]
-    # The board's sensor lags: in a burst it does not tell the clock of that time.
-    within = entries[0]["phase"] == "sustained" or None not in counted
-    clock = _mean(counted if None not in counted else [e["board"]["clock_mhz"] for e in entries])
+    clock = _mean([e["board"]["clock_mhz"] for e in entries])
     idle_power = record["conditions"]["idle"]["power_w"]
     energies = []
     for entry in entries:
@@ -112,7 +109,7 @@ def _figures(
         ratio=ratio,
         clock_mhz=clock,
         power_w=_mean([e["board"]["power_w"] for e in entries]),
-        peak=shape.flops / seconds / peak if peak and within else None,
+        peak=shape.flops / seconds / peak if peak and entries[0]["phase"] == "sustained" else None,
         energy=energy,
         idle_reached=(sum(map(bool, idle)), len(idle)) if idle else None,
         method=entries[0]["method"],
@@ -158,8 +155,6 @@ def ladder(record: dict[str, Any], style: str = PLAIN) -> str:
     for shape in shapes_of(record):
         burst, sustained = (figures(record, phase, shape) for phase in ("burst", "sustained"))
         headers = ["", "what", "adds in", "burst TFLOP/s", "over cuBLAS"]
-        counted = any(b.peak for b in burst.values())
-        headers += ["of peak"] if counted else []
         if sustained:
             headers += ["sustained TFLOP/s", "over cuBLAS", "of peak", "MHz", "W", "pJ/FLOP, less idle", "spread"]
         else:
@@ -172,7 +167,6 @@ def ladder(record: dict[str, Any], style: str = PLAIN) -> str:
             base = name == BASELINE
             row = [name, label_of(record, name), accumulate_of(record, name)]
             row += [_number(b.tflops), ratio_text(b.ratio, base)] if b else ["", ""]
-            row += [_percent(b.peak) if b else ""] if counted else []
             if s:
                 row += [_number(s.tflops), ratio_text(s.ratio, base), _percent(s.peak), _number(s.clock_mhz)]
                 row += [_number(s.power_w), _energy(s.energy), _percent(s.spread, 1)]

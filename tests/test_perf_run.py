@@ -11,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cute_matmul import emulator
+from perf import device as device_module
 from perf import (
-    clock_kernel,
     everything,
     host,
     measure,
@@ -31,7 +29,6 @@ from perf import (
     tables,
     timeline,
 )
-from perf import device as device_module
 from perf.device import Layout, sets_needed
 from perf.suites import Shape
 
@@ -541,41 +538,3 @@ def test_every_step_of_everything_is_a_command_that_exists(capsys):
         assert f"{step.name} " in listed
     named = {step.command[2] for step in everything.STEPS if step.command[0] == "perf/run.py"}
     assert named == {*suites.SUITES, "host", "compile", "precision"}
-
-
-def test_the_clock_of_a_burst_is_counted_behind_the_calls_that_its_figure_is_of():
-    record = measured(effort=replace(EFFORT, sustained_rounds=0))
-    assert record["conditions"]["burst_clock"] == "counted in a kernel"
-    for m in record["measurements"]:
-        assert len(m["samples_s"]) == EFFORT.burst_calls  # the probe's own time is no sample
-        # Of the burst, not of the board at rest: the simulated one idles at 345 MHz.
-        assert simulation.TOP_MHZ * 0.97 < m["board"]["sm_clock_mhz"] <= simulation.TOP_MHZ
-    assert all(f.peak for f in tables.figures(record, "burst", SHAPE).values())
-    assert "of peak" in tables.ladder(record)
-
-
-def test_where_the_clock_cannot_be_counted_the_times_are_still_taken(monkeypatch):
-    def absent(self):
-        raise RuntimeError("no such counter\nand more")
-
-    monkeypatch.setattr(simulation.SimulatedDevice, "clock_probe", absent)
-    record = measured(effort=replace(EFFORT, sustained_rounds=0))
-    assert record["conditions"]["burst_clock"] == "not read: RuntimeError: no such counter"
-    assert len(record["measurements"]) == 9 and "sm_clock_mhz" not in record["measurements"][0]["board"]
-    assert not any(f.peak for f in tables.figures(record, "burst", SHAPE).values())
-    assert "of peak" not in tables.ladder(record)
-
-
-@pytest.mark.parametrize(("cycles", "nanoseconds", "mhz"), [(79_200, 40_000, 1980.0), (0, 0, None)])
-def test_the_clock_is_cycles_over_nanoseconds(cycles, nanoseconds, mhz):
-    probe = device_module.ClockProbe(lambda out: out.copy_(torch.tensor([cycles, nanoseconds])), torch.zeros(2))
-    probe()
-    assert probe.mhz() == mhz
-
-
-def test_the_kernel_that_counts_counts_from_tick_to_tick():
-    """In the emulator both counters are one."""
-    out = torch.zeros(2, dtype=torch.int64)
-    assert emulator.run(clock_kernel.host, out, emulator.stream()).ok
-    assert out[0] == out[1] > clock_kernel.READS
-    assert callable(clock_kernel.compile_clock())
