@@ -1,8 +1,9 @@
 """Every published figure, one suite after another: python perf/everything.py [STEP ...] [--list] [--results FOLDER]
 
-By its steps' own limits about half an hour on an H200; it has not run whole there yet. A step that fails or takes too
-long does not stop the others; what it measured is kept, and the same command goes on with it. The last step compares
-the ladder with a second run of it, and brings the pages up to date where the results are the project's own.
+On an H200 the ladders, decode, host, profile and timelines take some ten minutes; squares in full and models have not
+run there yet. A step that fails or takes too long does not stop the others; what it measured is kept, and the same
+command goes on with it. The last step compares the ladder with a second run of it, and brings the pages up to date
+where the results are the project's own.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ class Step:
     name: str
     command: tuple[str, ...]
     limit_s: int
-    writes: bool = True  # into the folder of results
 
     def arguments(self, folder: Path) -> list[str]:
         script, *rest = self.command
-        return [sys.executable, str(results.ROOT / script), *rest, *(["--results", str(folder)] if self.writes else [])]
+        return [sys.executable, str(results.ROOT / script), *rest, "--results", str(folder)]
 
 
 def _suite(name: str, *more: str, limit_s: int = 900) -> Step:
@@ -51,7 +51,7 @@ STEPS = (
     _suite("square"),
     _suite("model", limit_s=1800),
     Step("profile", ("perf/profile.py", "v0", "v1", "v2", "v3", "v4", "v5", "v6"), 2400),
-    *(Step(f"timeline-{v}", ("perf/timeline.py", v), 360, writes=False) for v in ("v3", "v4", "v5", "v6")),
+    *(Step(f"timeline-{v}", ("perf/timeline.py", v), 360) for v in ("v3", "v4", "v5", "v6")),
 )
 
 

@@ -65,10 +65,10 @@ def _bars(record: Record) -> list[dict[str, Any]]:
             {
                 "name": name + note,
                 "kind": _kind(record, name),
-                "burst": round(b.tflops, 1),
-                "sustained": round(s.tflops, 1) if s else None,
-                "gross": round(s.energy.gross_pj, 4) if s and s.energy else None,
-                "net": round(s.energy.net_pj, 4) if s and s.energy else None,
+                "burst": round(b.tflops, 4),
+                "sustained": round(s.tflops, 4) if s else None,
+                "gross": round(s.energy.gross_pj, 6) if s and s.energy else None,
+                "net": round(s.energy.net_pj, 6) if s and s.energy else None,
             }
         )
     return rows
@@ -185,8 +185,8 @@ def draw_ladder(data: Data) -> Any:
         axes.text(value - data["peak"] * 0.01, place, f"{value:.0f}{over}", va="center", ha="right", color="white")
     marks = [(data["peak"], "peak", "--")] + ([(data["cublas"], "cuBLAS", ":")] if data["cublas"] else [])
     for value, text, style in marks:
-        axes.axvline(value, color=INK, linestyle=style, linewidth=1)
-        axes.text(value, -0.62, text, ha="center", va="bottom")
+        axes.axvline(value, color=INK, linestyle=style, linewidth=1, zorder=0.5)  # behind the bars and their figures
+        axes.text(value, 1.01, text, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
     axes.set_xlim(0, data["peak"] * 1.04)
     axes.set_xlabel(f"TFLOP/s in the first calls, {data['shape']}, {data['gpu']}")
     return figure

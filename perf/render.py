@@ -7,6 +7,7 @@ A page holds pairs of markers; what is between them is generated:
     <!-- perf:row variant=v3 -->      what the newest ladder says of one rung, as a sentence
     <!-- perf:plot name=ladder -->    a plot
     <!-- perf:profile -->             what Nsight Compute says of the variants, from the newest profiles
+    <!-- perf:timeline variant=v5 --> what the warps of a CTA did on a GPU, from the newest recording
     <!-- /perf -->
 
 `dtype=bfloat16` chooses results of that type. `--agree A B` compares the ratios of two results.
@@ -141,6 +142,23 @@ class Pages:
                 lines.append(f"{', '.join(whose)}: {self.caption(page, path, record, 'Raw figures')}")
         return "\n".join(lines)
 
+    def timeline(self, page: Path, variant: str, dtype: str = "float16") -> str:
+        from perf import timeline
+
+        found = [
+            (path, record, m)
+            for path, record in self.records
+            if record["suite"] == "timeline" and record["conditions"]["dtype"] == dtype
+            for m in record["measurements"]
+            if m["variant"] == variant
+        ]
+        if not found:
+            return _missing("timeline", dtype, f"python perf/timeline.py {variant}")
+        path, record, m = found[-1]
+        what = f"{variant} ({m['config']}), M x N x K = {'x'.join(map(str, m['shape']))}"
+        body = timeline.table(m["ranges"], tables.MARKDOWN)
+        return "\n".join([what, "", body, "", self.caption(page, path, record, "Every range")])
+
     def figure(self, name: str, dtype: str) -> Path:
         return self.root / FIGURES / (f"{name}.svg" if dtype == "float16" else f"{name}-{dtype}.svg")
 
@@ -156,6 +174,7 @@ class Pages:
             "row": self.row,
             "plot": self.plot,
             "profile": self.profile,
+            "timeline": self.timeline,
         }
 
         def replace(match: re.Match[str]) -> str:
@@ -203,7 +222,7 @@ def since(record: dict[str, Any], variant: str | None = None) -> str:
     """Whether the kernels of a result, or one of them, are those of today's source; "" where it did not record them."""
     state, found = record["conditions"], {}
     rows = [(c["contender"], c["details"]) for c in record["checks"]]
-    rows += [(m["variant"], m) for m in record["measurements"] if m["phase"] == "profile"]
+    rows += [(m["variant"], m) for m in record["measurements"] if m["phase"] in ("profile", "timeline")]
     for name, details in rows:
         if "ptx" in details and variant in (None, name):
             today = _fingerprint(name, details["config"], state["dtype"], state["a_major"], state["b_major"])

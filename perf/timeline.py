@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ if not __package__:  # run as a script. NOTE: this folder on the path would put 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from perf import results, stats
-from perf.device import Layout
+from perf.device import Layout, versions
 from perf.suites import Shape
 
 TICK_NS = 32
 """Granularity of the tracing's timestamps (CuTe DSL guide, IKET profiling, Timestamp Semantics)."""
 
 LIMIT_S = 300
+
+WARPS = 4
+"""Of a warp group."""
 
 
 def command(variant: str, options: argparse.Namespace, folder: Path) -> list[str]:
@@ -40,9 +44,9 @@ def command(variant: str, options: argparse.Namespace, folder: Path) -> list[str
 
 
 def ranges(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every range of every launch: name, warp of its CTA, start and end in the trace's own time."""
+    """Every range of every launch: name, CTA and warp, start and end in nanoseconds from the first one's start."""
     names, places = trace["stringTable"], trace["locationTable"]
-    found = []
+    found: list[dict[str, Any]] = []
     for launch in trace["launches"]:
         for entry in launch.get("ranges", []):
             for place in dict.fromkeys(entry["warpLocIdxs"]):  # where it began and where it ended, mostly one warp
@@ -51,26 +55,66 @@ def ranges(trace: dict[str, Any]) -> list[dict[str, Any]]:
                         "kernel": launch["kernelName"],
                         "name": names[entry["rangeNameIdx"]],
                         "warp": places[place]["warpId"],
-                        "cta": tuple(places[place]["ctaId"]),
+                        "cta": list(places[place]["ctaId"]),
                         "start": entry["startTs"],
                         "end": entry["endTs"],
                     }
                 )
-    return found
+    first = min((r["start"] for r in found), default=0)
+    return [{**r, "start": r["start"] - first, "end": r["end"] - first} for r in found]
 
 
-def table(found: Iterable[dict[str, Any]]) -> str:
-    """How often each range occurs on each warp, and how long it lasts."""
+def table(found: Iterable[dict[str, Any]], style: str = "simple") -> str:
+    """How often each range occurs on a warp and how long it lasts, by warp group: medians over its warps."""
     from tabulate import tabulate
 
-    groups: dict[tuple, list[float]] = {}
+    warps: dict[tuple, dict[int, list[float]]] = {}  # CTA, warp group, range -> warp -> durations
     for r in found:
-        groups.setdefault((r["cta"], r["warp"], r["name"]), []).append(r["end"] - r["start"])
-    rows = [
-        [str(cta), warp, name, len(values), f"{stats.median(values):,.0f}", f"{sum(values):,.0f}"]
-        for (cta, warp, name), values in sorted(groups.items())
-    ]
-    return tabulate(rows, headers=["CTA", "warp", "range", "times", "median ns", "sum ns"], disable_numparse=True)
+        group = warps.setdefault((tuple(r["cta"]), r["warp"] // WARPS, r["name"]), {})
+        group.setdefault(r["warp"], []).append(r["end"] - r["start"])
+    rows = []
+    for (cta, _, name), of in sorted(warps.items()):
+        times, sums = ([f(values) for values in of.values()] for f in (len, sum))
+        longest = [max(values) for values in of.values()]
+        middle = stats.median([value for values in of.values() for value in values])
+        named = f"{min(of)} to {max(of)}" if len(of) > 1 else str(min(of))
+        figures = (middle, stats.median(longest), stats.median(sums))
+        rows.append([str(cta), named, name, f"{stats.median(times):g}", *(f"{figure:,.0f}" for figure in figures)])
+    headers = ["CTA", "warps", "range", "times", "median ns", "longest ns", "sum ns"]
+    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def save(options: argparse.Namespace, found: list[dict[str, Any]]) -> Path:
+    """Write the ranges as a result, with what the recording was of."""
+    import torch
+
+    from cute_matmul.compile import compile_kernel
+
+    layout, started, gpu = Layout(options.dtype), results.now(), torch.cuda.get_device_name()
+    kernel = compile_kernel(options.variant, options.config, layout.dtype, layout.a_major, layout.b_major)
+    record = results.begin(
+        "timeline",
+        started,
+        ["perf/timeline.py", *sys.argv[1:]],
+        machine={"gpu": gpu},
+        versions=versions(),
+        conditions=asdict(layout),
+        shapes=[Shape.parse(options.shape)],
+    )
+    record["measurements"].append(
+        {
+            "phase": "timeline",
+            "variant": options.variant,
+            "config": str(kernel.config),
+            "ptx": kernel.fingerprint,  # of the kernel without ranges
+            "shape": list(Shape.parse(options.shape).mnk),
+            "ranges": found,
+        }
+    )
+    results.end(record)
+    path = results.new_path(options.results, started, gpu, f"timeline-{options.variant}", layout.dtype)
+    results.write_atomically(path, results.dump(record))
+    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--dtype", default="float16", help="float16 (fp16) or bfloat16 (bf16)")
     top.add_argument("--config", metavar="TILE", help="such as 128x128x64,stages=3 (default: the variant's)")
     top.add_argument("--cluster", default="0,0,0", metavar="X,Y,Z", help="the cluster, or CTA, to keep (default 0,0,0)")
+    top.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
     top.add_argument("--output", type=Path, metavar="FOLDER", help="default build/timeline-<variant>; it is emptied")
     top.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return top
@@ -111,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         print(f"perf/timeline.py: {options.variant} names no ranges; V3 and above do", file=sys.stderr)
         return 1
+    path = save(options, found)
     print(table(found))
+    print(f"\n{path}")
     print(f"\ntimes to {TICK_NS} ns; open at https://ui.perfetto.dev:")
     for path in sorted(folder.glob("*.pftrace")):
         print(f"  {path}")

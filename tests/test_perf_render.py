@@ -52,6 +52,18 @@ def rendered(root, *more):
     return render.main(["--simulated", "--root", str(root), "--results", str(root / "perf" / "results"), *more])
 
 
+def test_a_recording_on_a_gpu_is_shown_and_one_that_is_missing_is_said(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "v3.md"
+    pages = render.Pages(tmp_path, results.all_results(results.FOLDER))
+    shown = pages.timeline(page, "v3")
+    assert (
+        shown.startswith("v3 (128x128x64,stages=2), M x N x K = 1024x1024x1024") and "| 0 to 3  | consumer |" in shown
+    )
+    assert "NVIDIA H200" in shown and "h200-timeline-v3.json" in shown
+    assert pages.timeline(page, "v4") == "Not measured yet: `python perf/timeline.py v4`."
+
+
 @pytest.mark.parametrize(
     "part", [["--variants", "v1"], ["--peers", "none"], ["--config", "v1=64x128x64"], ["--shape", "1024"]]
 )

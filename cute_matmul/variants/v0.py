@@ -7,8 +7,8 @@ its share from shared memory to registers with ldmatrix and multiplies it with m
 What it shows: TMA does addressing, bounds and the swizzle, so the kernel has no load loop and no masks. All the
 rest is serial: load, wait, copy to registers, multiply, meet, next.
 
-What it did: 0.55 of cuBLAS (H200, 8192^3, fp16, bursts, as are the figures of the other rungs; before the direct
-store of V0 to V5 got its present form: docs/v0.md names the commit).
+What it did: 0.56 of cuBLAS (H200, 8192^3, fp16, bursts, as are the figures of the other rungs; docs/v0.md has the
+table that they are from).
 """
 
 from __future__ import annotations

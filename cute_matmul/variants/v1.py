@@ -6,7 +6,7 @@ memory itself. The copies shared -> registers, and the registers they needed, ar
 Why: one m64n128k16 WGMMA does the work of 64 mma.sync m16n8k16, with one instruction issued per warp and no
 ldmatrix in between, so the tensor cores no longer wait for the issue slots and the shared-memory pipe.
 
-What it did: 0.78 of cuBLAS where V0 has 0.55. All of the overlap is between CTAs: three share an SM, which
+What it did: 0.80 of cuBLAS where V0 has 0.56. All of the overlap is between CTAs: three share an SM, which
 `min_blocks_per_mp` holds the compiler to. With two, an earlier build ran at 0.59.
 """
 
