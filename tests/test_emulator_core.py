@@ -642,6 +642,27 @@ def test_atomics_take_effect_lane_by_lane(instruction, start, expected):
         assert sorted(old.tolist()) == list(range(64))
 
 
+@pytest.mark.parametrize("space", [".global", ""])
+@pytest.mark.parametrize("start", [1, 2, 3, 4, 6])
+def test_an_atomic_in_memory_that_begins_between_its_multiples(space, start):
+    """As of a 16-bit tensor's view: the address is aligned, the allocation's begin is not."""
+    words = np.zeros(8, np.uint32)
+    inside = words.view(np.uint8)[start:]
+    at = -start % 4
+    body = f"""
+	red{space}.add.u32 [%d0+{at + 4}], %r0;
+	atom{space}.add.u32 %r2, [%d0+{at}], 1;
+	mad.wide.u32 %d10, %r0, 4, %d1;
+	st.global.b32 [%d10], %r2;
+"""
+    old = np.zeros(32, np.uint32)
+    report = run(body, {"inside": inside, "old": old})
+    assert report.ok, str(report)
+    first = -(-start // 4)
+    assert words.tolist() == [{first: 32, first + 1: 496}.get(i, 0) for i in range(8)]
+    assert sorted(old.tolist()) == list(range(32))
+
+
 def test_compare_and_swap_lock_and_float_atomics():
     cell = np.array([0, 0], np.uint32)
     total = np.zeros(1, np.float32)

@@ -511,9 +511,13 @@ class AddressSpaces:
             for o in self.observers:
                 o.global_(G.agents, src, lanes, size, mask, write=True, atomic=True, sem=order, scope=scope)
             for number, part in places:
-                flat = self.global_view(number, size).view(dtype)
+                # From the first multiple of the size on: an allocation may begin between two.
+                before = -self.global_bases[number] % size
+                data = self.global_data[number][before:]
+                flat = data[: data.nbytes // size * size].view(dtype)
+                index = (lanes - self.global_bases[number] - before) // size
                 active = np.ones(lanes.shape, bool) if part is None else part
-                self._atomic_lanes(flat, (lanes - self.global_bases[number]) // size, active, name, kind, values, old)
+                self._atomic_lanes(flat, index, active, name, kind, values, old)
             self.tally(G, "global write", mask, size)
             return old
         if space not in ("shared", "cluster"):
