@@ -23,6 +23,13 @@ from perf.device import CudaDevice, Layout, NoGpu, versions
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
+NOT_TAKEN = {
+    "host": ("peers", "config", "budget", "no_resume"),
+    "precision": ("peers", "config", "budget", "no_resume"),
+    "compile": ("peers", "config", "budget", "no_resume", "shape", "a_major", "b_major", "simulate"),
+}
+"""Options that say nothing to a suite."""
+
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="perf/run.py", description="Measure the ladder beside other matmuls.")
@@ -56,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.dtype = _dtype(options.dtype)
         configs = [_config(text) for text in options.config]
+        for name in NOT_TAKEN.get(options.suite, ()):
+            if getattr(options, name) != top.get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')} is not taken by the suite {options.suite}")
         if options.simulate and options.results == results.FOLDER:
             raise ValueError("--simulate must be given another folder with --results")
         if options.suite == "compile":
@@ -164,6 +174,7 @@ def _suite(options: argparse.Namespace, configs: list[tuple[str, str]], command:
             print(f"\nstopped; {len(record['measurements'])} measurements kept in {path}\nthe same command goes on")
             return INTERRUPTED
         except BaseException:
+            run.save_time()
             save()
             raise
     results.end(record)
