@@ -49,8 +49,8 @@ class Stage:
 
 
 STAGES = (Stage(2, 0.34, 4, 0.03), Stage(4, 0.34, 3, 0.03), Stage(6, 0.0, 1, 0.4, lead_s=0.2))
-"""The last stage lets each meet the power limit alone. In short turns all run at one clock, which the limiter sets by
-their mean power: what needs more energy per FLOP than the others is flattered there (perf/NOTES.md, "Tuning")."""
+"""The last stage lets each meet the power limit alone. In short turns all run, presumably, at one clock, which the
+limiter sets by their mean power: what needs more energy per FLOP is flattered there (perf/NOTES.md, "Tuning")."""
 
 TIE_GAIN = 1.005
 TIE_WINS = 6

@@ -1,9 +1,9 @@
 """Every published figure, one suite after another: python perf/everything.py [STEP ...] [--list] [--results FOLDER]
 
-On an H200 the ladders, decode, host, profile and timelines take some 12 minutes; squares in full and models have not
-run there yet. A step that fails or takes too long does not stop the others; what it measured is kept, and the same
-command goes on with it. The last step compares the ladder with a second run of it, and brings the pages up to date
-where the results are the project's own.
+On an H200 the ladders, decode, host, profile and timelines take some 12 minutes; bf16 and squares in full, models and
+V4's timeline have not run there yet. A step that fails or takes too long does not stop the others; what it measured is
+kept, and the same command goes on with it. The last step compares the ladder with a second run of it, and brings the
+pages up to date where the results are the project's own.
 """
 
 from __future__ import annotations

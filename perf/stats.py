@@ -20,12 +20,13 @@ SHARED_DEGREES = 4
 
 RUN_TO_RUN = 0.003
 """Least half-width of a ratio's interval: an assumption of what shifts between two runs on one board (temperature,
-buffer addresses), constant within one, so that its rounds cannot show it. Two runs differed by up to 1.8% under
-sustained load, presumably on two boards (NOTES.md)."""
+buffer addresses), constant within one, so that its rounds cannot show it. Two boards differed by up to 2.1% under
+sustained load (NOTES.md)."""
 
 BURST_S = 0.02
-"""A burst's figure is taken from its calls that end so soon. In most bursts on an H200 the power limiter stepped in, 22
-to 47 ms after the load began, and made calls 2 to 11% longer; a median across that step is one of neither state."""
+"""A burst's figure is taken from its calls that end so soon. In about half of the bursts on an H200 calls became 2 to
+14% longer, 22 to 51 ms after the load began, presumably by a step of the power limiter; a median across it is one of
+neither state."""
 
 TENSOR_FLOP_PER_SM_CLOCK = 4096
 """Dense fp16 or bf16 multiplications and additions of one Hopper SM per clock: 989.4 TFLOP/s over 132 SMs at

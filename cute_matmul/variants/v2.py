@@ -10,7 +10,7 @@ loads of the next stages are in flight while WGMMA reads this one.
 What it costs: the phases are indexed at run time, so they live in local memory: one store of all of them before the
 loop, two loads and one store in it, the same in PTX and SASS, no spill (`inspect v2`). What it did (H200, 8192^3,
 fp16, bursts): 0.90 of cuBLAS where V1 has 0.80. With three CTAs per SM, as V1 has, it was a tenth slower, below V1:
-the ring does the overlapping that V1 leaves to other CTAs, and a third one only adds traffic. Hence `max_ctas_per_sm`.
+the ring does the overlapping that V1 leaves to other CTAs; why a third one harms is open. Hence `max_ctas_per_sm`.
 """
 
 from __future__ import annotations

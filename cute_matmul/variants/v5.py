@@ -8,7 +8,7 @@ Why: in V4 a warp group has nothing queued at the tensor cores between the last 
 issue, with a wait, an arrival and a barrier in between, at every k_tile. Here the next products are already queued.
 
 What it did: with 128x256 tiles, nothing that could be measured, 1.01 of cuBLAS as V4. Two warp groups already
-cover each other's pauses, and the board is at its power limit. With tiles of 128 columns the pauses show.
+cover each other's pauses, and the board is at its power limit. In the emulator, with tiles of 128 columns, they show.
 """
 
 from __future__ import annotations
